@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain PyTorch operations on a lattice: what the CPU runs, and what fast kernels are held against."""
+
+import torch
+
+
+def partial_candidates(
+    logits: torch.Tensor,  # [N, V] bf16, fp16 or fp32; its padding columns are overwritten
+    top_k: int,
+    num_padding: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best entries of one shard of the vocabulary, ready to merge with other shards.
+
+    Returns:
+        values [N, K] fp32, best first; ids [N, K] int64 within the shard; the
+        log of the sum of exponentials over the shard, [N, 1] fp32. The last
+        `num_padding` columns count for nothing.
+    """
+    if num_padding:
+        logits[..., -num_padding:] = -torch.inf
+    values, ids = logits.topk(top_k, dim=-1)
+    return values.float(), ids, torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+
+
+def merge_candidates(
+    values: torch.Tensor,  # [N, shards * K] fp32
+    ids: torch.Tensor,  # [N, shards * K] int64, in the whole vocabulary
+    partitions: torch.Tensor,  # [N, shards] fp32
+    top_k: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [N, K] int64, best first, and log-probabilities [N, K] fp32 over all shards."""
+    values, chosen = values.topk(top_k, dim=-1)
+    return ids.gather(-1, chosen), values - torch.logsumexp(partitions, dim=-1, keepdim=True)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and shapes of a drafter's tensors, in every naming that exports use.
+
+Canonical names are those of vLLM's in-tree drafter. Model Optimizer exports the
+head's MLPs as torch.nn.Sequential, so their parts are numbered; backbone names
+may carry the prefix "model.".
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from vllm_lilicorr.method.geometry import DrafterGeometry
+
+HEAD_PREFIX = "lilicorr."
+_SEQUENTIAL_NAMES = (
+    (re.compile(r"^lilicorr\.feature_mlp\.0\."), "lilicorr.feature_norm."),
+    (re.compile(r"^lilicorr\.feature_mlp\.1\."), "lilicorr.feature_mlp.up_proj."),
+    (re.compile(r"^lilicorr\.feature_mlp\.3\."), "lilicorr.feature_mlp.down_proj."),
+    (re.compile(r"^lilicorr\.layers\.(\d+)\.mlp\.0\."), r"lilicorr.layers.\1.mlp.up_proj."),
+    (re.compile(r"^lilicorr\.layers\.(\d+)\.mlp\.2\."), r"lilicorr.layers.\1.mlp.down_proj."),
+)
+# Tensors that some exports carry and that drafting does not read: the embedding
+# and the vocabulary maps belong to the target.
+_OPTIONAL = re.compile(r"^(embed_tokens\.weight|d2t|t2d|lm_head\.weight|.*\.attention_sink_bias)$")
+
+
+def canonical_name(name: str) -> str:
+    """The in-tree name of a tensor, whatever naming its export used."""
+    name = name.removeprefix("model.")
+    for pattern, replacement in _SEQUENTIAL_NAMES:
+        name, count = pattern.subn(replacement, name)
+        if count:
+            break
+    return name
+
+
+def expected_tensors(geometry: DrafterGeometry) -> dict[str, tuple[int, ...]]:
+    """Canonical name to shape, for every tensor that an unquantized drafter must have."""
+    shapes = _backbone_tensors(geometry)
+    shapes.update({HEAD_PREFIX + name: shape for name, shape in _head_tensors(geometry).items()})
+    if geometry.has_own_lm_head:
+        shapes["lm_head.weight"] = (geometry.vocab_size, geometry.hidden_size)
+    return shapes
+
+
+def _backbone_tensors(geometry: DrafterGeometry) -> dict[str, tuple[int, ...]]:
+    hidden, width = geometry.hidden_size, geometry.intermediate_size
+    query_width = geometry.num_attention_heads * geometry.head_dim
+    kv_width = geometry.num_key_value_heads * geometry.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(geometry.target_layer_ids) * geometry.target_hidden_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for index in range(geometry.num_hidden_layers):
+        layer = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_norm.weight": (geometry.head_dim,),
+            "self_attn.k_norm.weight": (geometry.head_dim,),
+            "mlp.gate_proj.weight": (width, hidden),
+            "mlp.up_proj.weight": (width, hidden),
+            "mlp.down_proj.weight": (hidden, width),
+        }
+        projections = {"q_proj": (query_width, hidden), "k_proj": (kv_width, hidden), "v_proj": (kv_width, hidden)}
+        projections["o_proj"] = (hidden, query_width)
+        for name, (rows, columns) in projections.items():
+            layer[f"self_attn.{name}.weight"] = (rows, columns)
+            if geometry.attention_bias:
+                layer[f"self_attn.{name}.bias"] = (rows,)
+        if geometry.conv_kernel_size:
+            taps, groups = geometry.conv_kernel_size, hidden // geometry.conv_group_size
+            for conv in ("attention_conv", "mlp_conv"):
+                layer[f"{conv}.base_kernel"] = (2, taps, hidden)
+                layer[f"{conv}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+        shapes.update({f"layers.{index}.{name}": shape for name, shape in layer.items()})
+    return shapes
+
+
+def _head_tensors(geometry: DrafterGeometry) -> dict[str, tuple[int, ...]]:
+    hidden, width, factors = geometry.hidden_size, geometry.head_width, geometry.factor_dim
+    linears = {
+        "pass_hidden_proj": (width, hidden),
+        "context_proj": (width, hidden),
+        "feature_mlp.up_proj": (width, 5),
+        "feature_mlp.down_proj": (width, width),
+        "factor_input_proj": (width, 3 * width),
+        "out_head": (factors, width),
+        "in_head": (factors, width),
+        "anchor_out_head": (factors, width),
+    }
+    if hidden != width:
+        linears["token_proj"] = (width, hidden)
+    shapes: dict[str, tuple[int, ...]] = {
+        "feature_norm.weight": (5,),
+        "feature_norm.bias": (5,),
+        "slot_embedding": (1, 1, geometry.num_slots, 1, width),
+        "rank_embedding": (1, 1, 1, geometry.top_k, width),
+        "relative_slot_bias": (geometry.num_heads, 2 * geometry.block_size - 1),
+        "same_slot_bias": (geometry.num_heads,),
+        "output_norm.weight": (width,),
+        "anchor_norm.weight": (width,),
+    }
+    for index in range(geometry.num_layers):
+        layer = f"layers.{index}"
+        linears[f"{layer}.attn.out_proj"] = (width, width)
+        linears[f"{layer}.mlp.up_proj"] = (geometry.mlp_width, width)
+        linears[f"{layer}.mlp.down_proj"] = (width, geometry.mlp_width)
+        shapes[f"{layer}.attn.in_proj_weight"] = (3 * width, width)
+        shapes[f"{layer}.attn.in_proj_bias"] = (3 * width,)
+        shapes[f"{layer}.attn_norm.weight"] = (width,)
+        shapes[f"{layer}.mlp_norm.weight"] = (width,)
+    for name, (rows, columns) in linears.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        shapes[f"{name}.bias"] = (rows,)
+    return shapes
+
+
+def _quantized_modules(names: Iterable[str]) -> set[str]:
+    return {name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")}
+
+
+def check_tensors(geometry: DrafterGeometry, found: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares a checkpoint's tensors (canonical name to shape) with what the geometry needs.
+
+    A quantized linear (one with a weight_scale) packs its weight, so its name is
+    checked here and its packed shape by whoever decodes it.
+
+    Raises:
+        ValueError: one message that lists every missing, unexpected or wrongly
+            shaped tensor with its expected and found shape.
+    """
+    expected = expected_tensors(geometry)
+    quantized = _quantized_modules(found)
+    problems = []
+    for name, shape in expected.items():
+        if name not in found:
+            problems.append(f"  missing     {name}, expected {list(shape)}")
+        elif found[name] != shape and name.removesuffix(".weight") not in quantized:
+            problems.append(f"  wrong shape {name}: expected {list(shape)}, found {list(found[name])}")
+    for name, shape in found.items():
+        belongs_to_quantized = name.rpartition(".")[0] in quantized
+        if name not in expected and not belongs_to_quantized and not _OPTIONAL.match(name):
+            problems.append(f"  unexpected  {name}, found {list(shape)}")
+    if problems:
+        raise ValueError(
+            f"The drafter's tensors do not fit its config.json ({len(problems)} differences):\n"
+            + "\n".join(sorted(problems))
+            + "\nUse the config.json that was exported with these weights, or export the drafter again."
+        )
