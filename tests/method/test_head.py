@@ -167,6 +167,16 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
+def test_reloaded_weights_are_prepared_again() -> None:
+    """Would catch buffers of the old weights after a reload."""
+    geometry, _, head = make_head(seed=3)
+    _, weights, fresh = make_head(seed=4)
+    head.load_state_dict(weights)
+    head.prepare()
+    inputs = make_inputs(geometry, 1, 7, 8)
+    assert torch.equal(head(*inputs), fresh(*inputs))
+
+
 def test_prepared_buffers_stay_where_they_are() -> None:
     """Would catch a forward that rebuilds its buffers: CUDA graphs replay fixed addresses."""
     geometry, _, head = make_head()
@@ -178,4 +188,5 @@ def test_prepared_buffers_stay_where_they_are() -> None:
     assert before
     for num_reqs, num_slots in ((1, 7), (4, 3), (2, 7)):
         head(*make_inputs(geometry, num_reqs, num_slots, 8))
+    head.prepare()
     assert addresses() == before

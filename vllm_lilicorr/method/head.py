@@ -105,7 +105,7 @@ class LiLiCorrHead(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Builds what depends on the weights alone. Raises nothing; may be called again.
+        """Builds what depends on the weights alone; again after a reload, at the same addresses.
 
         - attention bias [1, A, N, N] for all N = num_slots * top_k nodes: the
           relative bias of slot(query) - slot(key), plus the same-slot bias;
@@ -114,20 +114,30 @@ class LiLiCorrHead(nn.Module):
         - factor_input_proj split into its node, anchor and product blocks.
         """
         geometry = self.geometry
-        device, dtype = self.slot_embedding.device, self.slot_embedding.dtype
+        device = self.slot_embedding.device
         slot = torch.arange(geometry.num_slots, device=device).repeat_interleave(geometry.top_k)
         offset = slot[:, None] - slot[None, :]
         bias = self.relative_slot_bias[:, offset + geometry.block_size - 1]
         bias = bias + (offset == 0) * self.same_slot_bias[:, None, None]
-        self._attention_bias = bias[None].contiguous()
-        self._node_embedding = (self.slot_embedding + self.rank_embedding)[0]
+        self._keep("_attention_bias", bias[None])
+        self._keep("_node_embedding", (self.slot_embedding + self.rank_embedding)[0])
         rank = torch.arange(geometry.top_k, device=device, dtype=torch.float32)
-        self._rank_features = torch.stack((rank / max(geometry.top_k - 1, 1), (rank == 0).float()), dim=-1)
-        width = geometry.head_width
-        blocks = self.factor_input_proj.weight.split(width, dim=1)
-        self._node_block, self._anchor_block, self._product_block = (b.contiguous() for b in blocks)
-        self._edge_weight = torch.cat((self.out_head.weight, self.in_head.weight)).to(dtype)
-        self._edge_bias = torch.cat((self.out_head.bias, self.in_head.bias)).to(dtype)
+        fraction = rank / max(geometry.top_k - 1, 1)
+        self._keep("_rank_features", torch.stack((fraction, (rank == 0).float()), dim=-1))
+        node, anchor, product = self.factor_input_proj.weight.split(geometry.head_width, dim=1)
+        self._keep("_node_block", node)
+        self._keep("_anchor_block", anchor)
+        self._keep("_product_block", product)
+        self._keep("_edge_weight", torch.cat((self.out_head.weight, self.in_head.weight)))
+        self._keep("_edge_bias", torch.cat((self.out_head.bias, self.in_head.bias)))
+
+    def _keep(self, name: str, value: torch.Tensor) -> None:
+        """Stores a prepared buffer, in place where it exists: captured CUDA graphs hold its address."""
+        held = getattr(self, name, None)
+        if held is not None and (held.dtype, held.device) == (value.dtype, value.device):
+            held.copy_(value)
+        else:
+            setattr(self, name, value.contiguous())
 
     def _nodes(
         self,

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `lilicorr` command: verbs, each with its code where its subject lives."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+SERVE_HELP = "start vLLM's OpenAI server; ARGS are exactly those of `vllm serve`"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code. `serve` replaces this process and does not return."""
+    words = sys.argv[1:] if arguments is None else arguments
+    # `serve` is taken before argparse, which would read vLLM's own options.
+    dry_run = words[:1] == ["--dry-run"]
+    if words[dry_run : dry_run + 1] == ["serve"]:
+        return _report_errors(_serve, words[dry_run + 1 :], dry_run)
+    parser = build_parser()
+    options = parser.parse_args(words)
+    if options.dry_run:
+        parser.error("--dry-run goes with serve: lilicorr --dry-run serve MODEL ...")
+    return _report_errors(options.run, options)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every verb but `serve`."""
+    parser = argparse.ArgumentParser(prog="lilicorr", description="LiLiCorr speculative decoding for vLLM.")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="before serve: print the command and the changed environment, start nothing",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs.add_parser("serve", help=SERVE_HELP, add_help=False)
+
+    demo = verbs.add_parser("demo", help="serve the embedded pair, with and without speculation")
+    _add_pair_options(demo)
+    demo.add_argument("--port", type=int, help="port on loopback (default: a free one)")
+    demo.add_argument("--folder", type=Path, default=Path("lilicorr-demo"), help="for logs and SVG")
+    demo.add_argument("--max-tokens", type=int, default=128, help="per completion (default: 128)")
+    demo.add_argument("--dtype", default="auto", help="vLLM's --dtype (default: auto)")
+    demo.add_argument("--compiled", action="store_true", help="let vLLM compile the model first")
+    demo.set_defaults(run=_demo)
+
+    bench = verbs.add_parser("bench-pair", help="tokens/s of no speculation, plain DFlash and LiLiCorr, in paired runs")
+    _add_pair_options(bench)
+    bench.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")
+    bench.add_argument("--prompts", type=int, default=32, help="how many prompts (default: 32)")
+    bench.add_argument("--max-tokens", type=int, default=128, help="per prompt (default: 128)")
+    bench.add_argument("--dtype", default="auto", help="vLLM's --dtype (default: auto)")
+    bench.add_argument("--compiled", action="store_true", help="compile (default: eager)")
+    bench.add_argument("--output", type=Path, default=Path("lilicorr-bench.json"), help="results")
+    bench.set_defaults(run=_bench_pair)
+
+    verbs.add_parser("version", help="print versions").set_defaults(run=_version)
+    return parser
+
+
+def _add_pair_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", type=Path, help="folder (default: the embedded target)")
+    parser.add_argument("--drafter", type=Path, help="folder (default: the embedded drafter)")
+    parser.add_argument("--method", default="lilicorr", help="speculation method")
+
+
+def _serve(arguments: list[str], dry_run: bool) -> int:
+    from vllm_lilicorr.serving.launch import plan_serve
+
+    plan = plan_serve(arguments, os.environ)
+    for note in plan.notes:
+        print(f"lilicorr: {note}", file=sys.stderr, flush=True)
+    if dry_run:
+        print(plan.describe())
+        return 0
+    return plan.execute(os.environ)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from vllm_lilicorr.measure.demo import DemoOptions, run_demo
+    from vllm_lilicorr.measure.embedded_pair import find_pair
+
+    chosen = DemoOptions(
+        pair=find_pair(options.target, options.drafter),
+        method=options.method,
+        folder=options.folder,
+        port=options.port,
+        max_tokens=options.max_tokens,
+        dtype=options.dtype,
+        compiled=options.compiled,
+    )
+    return run_demo(chosen, Console(highlight=False))
+
+
+def _bench_pair(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from vllm_lilicorr.measure.embedded_pair import find_pair
+    from vllm_lilicorr.measure.pair_bench import BenchOptions, run_bench
+
+    chosen = BenchOptions(
+        pair=find_pair(options.target, options.drafter),
+        method=options.method,
+        concurrency=tuple(options.concurrency),
+        num_prompts=options.prompts,
+        max_tokens=options.max_tokens,
+        dtype=options.dtype,
+        compiled=options.compiled,
+        output=options.output,
+    )
+    return run_bench(chosen, Console(highlight=False))
+
+
+def _version(options: argparse.Namespace) -> int:
+    from vllm_lilicorr.measure.provenance import versions
+
+    for name, text in versions().items():
+        print(f"{name:<14} {text}")
+    return 0
+
+
+def _report_errors(run: Callable[..., int], *arguments: object) -> int:
+    """Mistakes of the user end in one sentence, not in a traceback."""
+    from vllm_lilicorr.serving.server import ServerFailedError
+
+    try:
+        return run(*arguments)
+    except (ValueError, ServerFailedError) as error:
+        print(f"lilicorr: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nlilicorr: interrupted; everything it started is stopped.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

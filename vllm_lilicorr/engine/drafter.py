@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LiLiCorr drafter as a vLLM model: vLLM's DFlash backbone, our correlator head.
+
+Registered for the architecture "LiLiCorrDraftModel" in place of the in-tree class;
+attribute names (`model.lilicorr`, `compute_candidates`, `has_own_lm_head`) are the
+ones that vLLM's speculator reads.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3DecoderLayer
+
+from vllm_lilicorr.checkpoint.layout import HEAD_PREFIX, canonical_name, check_tensors
+from vllm_lilicorr.kernels.reference import merge_candidates, partial_candidates
+from vllm_lilicorr.method.geometry import DrafterGeometry
+from vllm_lilicorr.method.head import LiLiCorrHead
+
+
+class LiLiCorrBackbone(DFlashQwen3Model):
+    """DFlash layers (plain, or with grouped convolutions) and the head beside them."""
+
+    def __init__(self, *, vllm_config: VllmConfig, start_layer_id: int = 0, prefix: str = "") -> None:
+        speculative_config = vllm_config.speculative_config
+        geometry = DrafterGeometry.from_config(speculative_config.draft_model_config.hf_config.to_dict())
+        num_speculative_tokens = speculative_config.num_speculative_tokens
+        if not 1 <= num_speculative_tokens <= geometry.num_slots:
+            raise ValueError(
+                f"num_speculative_tokens={num_speculative_tokens}, but this drafter was trained with "
+                f"block_size {geometry.block_size}; use 1..{geometry.num_slots}."
+            )
+        if geometry.conv_kernel_size:
+            self.decoder_layer_cls = DFlash2Qwen3DecoderLayer
+        super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
+        self.lilicorr = LiLiCorrHead(geometry)
+
+
+class LiLiCorrForCausalLM(DFlashQwen3ForCausalLM):
+    """Drafter with candidates over the target's full vocabulary.
+
+    The head is replicated under tensor parallelism: candidates, embeddings and
+    states are the same on every rank, so is the lattice.
+    """
+
+    model_cls = LiLiCorrBackbone
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.geometry = self.model.lilicorr.geometry
+        if self.draft_id_to_target_id is not None:
+            raise ValueError(
+                f"draft_vocab_size={self.config.draft_vocab_size}, but LiLiCorr candidates need the target's "
+                f"vocabulary of {vllm_config.model_config.get_vocab_size()}; use a drafter trained for this target."
+            )
+        self.has_own_lm_head = self.geometry.has_own_lm_head
+
+    def compute_candidates(
+        self,
+        hidden_states: torch.Tensor,  # [N, D]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The top-K of each row: ids [N, K] int64, best first, and their fp32 log-probabilities
+        under the softmax over the full vocabulary (padding excluded, all ranks included).
+        """
+        head = self.lm_head
+        logits = head.quant_method.apply(head, hidden_states)
+        top_k = self.geometry.top_k
+        values, ids, partition = partial_candidates(logits, top_k, head.shard_indices.num_org_vocab_padding)
+        if get_tensor_model_parallel_world_size() == 1:
+            return ids, values - partition
+        # Ids travel as fp32, exact below 2**24: the CPU build gathers no integers.
+        ids = (ids + head.shard_indices.org_vocab_start_index).float()
+        values, ids, partitions = (tensor_model_parallel_all_gather(part) for part in (values, ids, partition))
+        return merge_candidates(values, ids.long(), partitions, top_k)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Loads any naming of checkpoint/layout.py, after comparing every tensor with config.json.
+
+        Raises:
+            ValueError: tensors are missing, unexpected or wrongly shaped; lists them all.
+        """
+        tensors = {canonical_name(name): tensor for name, tensor in weights}
+        check_tensors(self.geometry, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        head = {
+            name.removeprefix(HEAD_PREFIX): tensors.pop(name) for name in list(tensors) if name.startswith(HEAD_PREFIX)
+        }
+        super().load_weights(tensors.items())
+        self.model.lilicorr.load_state_dict(head)
+        self.model.lilicorr.prepare()

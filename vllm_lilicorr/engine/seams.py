@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every touch of vLLM's unofficial internals: what is replaced, why, and until when.
+
+Each seam names a function or class of vLLM and the parameters that we count on.
+They are compared with vLLM's sources as syntax trees, so nothing heavy is imported
+and a release that is not installed can be checked too. Two sets exist: the
+configuration's, replaced when the plugin registers, and the worker's, replaced
+when a worker that drafts initialises its device.
+"""
+
+import ast
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("vllm.lilicorr")
+
+TESTED_VERSIONS = ("0.31", "0.32", "0.33")
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One internal of vLLM that this plugin replaces, extends or calls.
+
+    Attributes:
+        module: dotted module of vLLM.
+        name: function, "Class", or "Class.method" inside it; an imported name counts.
+        parameters: names that it must accept, in this order, self left out; None
+            for a name whose parameters do not matter.
+        reason: why no official hook will do.
+        removal: what would make the seam unnecessary.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | None
+    reason: str
+    removal: str
+
+
+_NO_METHOD_REGISTRY = "vLLM has no registry of speculative methods"
+_METHOD_REGISTRY = "a registry of speculative methods"
+CONFIG_SEAMS = (
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_speculative_config",
+        ("target_model_config", "target_parallel_config"),
+        f'accepts method "lilicorr" and fills in what the checkpoint knows; {_NO_METHOD_REGISTRY}',
+        _METHOD_REGISTRY,
+    ),
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.add_cli_args",
+        ("parser",),
+        "--spec-method lists its choices when the parser is built",
+        _METHOD_REGISTRY,
+    ),
+    Seam(
+        "vllm.config.speculative",
+        "SpeculativeConfig.compose_draft_hf_overrides",
+        None,
+        "older exports name another architecture; overrides given as a mapping never reach the drafter",
+        "overrides for the drafter's configuration",
+    ),
+    Seam(
+        "vllm.config.vllm",
+        "VllmConfig._is_dflash_candidate_draft",
+        (),
+        "model runner V1 refuses candidate heads, because its own proposer would ignore them",
+        "LiLiCorr on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.worker.worker_base",
+        "WorkerWrapperBase.init_device",
+        (),
+        "the last call before a runner builds its proposer: worker modules load only where they are used",
+        _METHOD_REGISTRY,
+    ),
+)
+V1_SEAMS = (
+    Seam(
+        "vllm.v1.worker.gpu_model_runner",
+        "DFlashProposer",
+        None,
+        "the V1 runner builds its proposer by this module-level name",
+        "LiLiCorr on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.dflash",
+        "DFlashProposer.__init__",
+        ("vllm_config", "device", "runner"),
+        "the proposer subclasses it",
+        "LiLiCorr on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.dflash",
+        "DFlashProposer.set_inputs_first_pass",
+        (
+            "target_token_ids",
+            "next_token_ids",
+            "target_positions",
+            "target_hidden_states",
+            "token_indices_to_sample",
+            "cad",
+            "num_rejected_tokens_gpu",
+        ),
+        "sees target features and rejected counts together: the anchor",
+        "LiLiCorr on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer._sample_draft_tokens",
+        ("hidden_states", "sampling_metadata"),
+        "sees the drafter's hidden states: the lattice is scored here",
+        "LiLiCorr on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer.load_model",
+        ("target_model",),
+        "gives the target's token embedding to the head",
+        "LiLiCorr on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler",
+        "expand_batch_to_tokens",
+        ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+        "the CPU build writes the expanded sampling parameters into a copy: temperature, top-k and top-p of "
+        "speculative rows are uninitialised memory there, for every drafter",
+        "a vLLM CPU build whose expand kernel writes to its output",
+    ),
+)
+V2_SEAMS = (
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.lilicorr.speculator",
+        "LiLiCorrSpeculator",
+        None,
+        "init_speculator imports the class from here when it is called",
+        _METHOD_REGISTRY,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.lilicorr.speculator",
+        "LiLiCorrSpeculator.load_draft_model",
+        ("target_model", "target_attn_layer_names"),
+        "the in-tree one refuses a token embedding with LoRA, and prepares no head for dummy weights",
+        "LoRA targets for LiLiCorr in vLLM",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.dflash.speculator",
+        "DFlashSpeculator.load_draft_model",
+        ("target_model", "target_attn_layer_names"),
+        "loads the backbone, past the in-tree LiLiCorr checks",
+        "LoRA targets for LiLiCorr in vLLM",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.lilicorr.speculator",
+        "LiLiCorrSpeculator._score_candidates",
+        ("candidate_ids", "unary_logits", "hidden_states"),
+        "calls this plugin's head as the drafter's model.lilicorr",
+        _METHOD_REGISTRY,
+    ),
+)
+ALL_SEAMS = CONFIG_SEAMS + V1_SEAMS + V2_SEAMS
+
+
+def is_tested(version: str) -> bool:
+    """Whether a vLLM version, such as "0.32.0+cpu", lies in the tested range."""
+    return ".".join(version.split(".")[:2]) in TESTED_VERSIONS
+
+
+def mismatch(seam: Seam, package: Path) -> str | None:
+    """What no longer fits a seam in the vLLM sources at `package`, or None."""
+    path = package.joinpath(*seam.module.split(".")[1:]).with_suffix(".py")
+    if not path.is_file():
+        path = path.with_suffix("") / "__init__.py"
+    if not path.is_file():
+        return f"{seam.module} is gone"
+    node = _find(_parse(path), seam.name.split("."))
+    if node is None:
+        return f"{seam.module} has no {seam.name}"
+    if seam.parameters is None:
+        return None
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return f"{seam.module}.{seam.name} is no function"
+    arguments = node.args
+    found = tuple(argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+    found = tuple(name for name in found if name not in ("self", "cls"))
+    if found != seam.parameters:
+        return f"{seam.module}.{seam.name} takes {list(found)}, expected {list(seam.parameters)}"
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _find(tree: ast.AST, names: list[str]) -> ast.AST | None:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import) and len(names) == 1:
+            if any((alias.asname or alias.name) == names[0] for alias in node.names):
+                return node
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == names[0]:
+            return node if len(names) == 1 else _find(node, names[1:])
+    return None
+
+
+def mismatches(seams: tuple[Seam, ...], package: Path) -> list[str]:
+    problems = [problem for seam in seams if (problem := mismatch(seam, package))]
+    _parse.cache_clear()  # syntax trees are large
+    return problems
+
+
+def _vllm_package() -> Path:
+    import vllm
+
+    return Path(vllm.__file__).parent
+
+
+def _explain(problems: list[str]) -> str:
+    import vllm
+
+    return (
+        f"vllm-lilicorr does not fit vLLM {vllm.__version__}: {'; '.join(problems)}. Tested versions: "
+        f"{', '.join(TESTED_VERSIONS)}. vLLM is left as it was; install a tested version, or a vllm-lilicorr "
+        "that knows this one."
+    )
+
+
+@functools.cache
+def install() -> None:
+    """Replaces the configuration's seams in this process, or none of them and says why."""
+    import vllm
+
+    problems = [] if is_tested(vllm.__version__) else ["this version was not tested"]
+    problems += mismatches(CONFIG_SEAMS, _vllm_package())
+    if problems:
+        logger.warning(_explain(problems))
+        return
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from vllm_lilicorr.method.geometry import ARCHITECTURE
+
+    ModelRegistry.register_model(ARCHITECTURE, "vllm_lilicorr.engine.drafter:LiLiCorrForCausalLM")
+    _accept_method()
+    _list_method_on_command_line()
+    _rewrite_draft_config()
+    _allow_on_v1()
+    _install_worker_seams_on_init_device()
+    logger.debug("vllm-lilicorr registered with vLLM %s", vllm.__version__)
+
+
+def _accept_method() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+    from vllm_lilicorr.engine.speculative_config import refuse_pipeline_parallel, translate
+
+    original = EngineArgs.create_speculative_config
+
+    def read_config(model: str, revision: str | None) -> dict[str, Any] | None:
+        return get_hf_file_to_dict("config.json", model, revision)
+
+    @functools.wraps(original)
+    def create_speculative_config(self, target_model_config, target_parallel_config):
+        config = {key.replace("-", "_"): value for key, value in (self.speculative_config or {}).items()}
+        flags = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
+        flags = {key: value for key, value in flags.items() if value is not None}
+        # Nothing to translate, or a key given twice: vLLM's own answer.
+        if (config or flags) and not config.keys() & flags.keys():
+            given = config | flags
+            self.speculative_config = translate(given, read_config, target_model_config.hf_text_config)
+            if self.speculative_config != given and current_platform.is_cpu():
+                refuse_pipeline_parallel(target_parallel_config.pipeline_parallel_size)
+            self.spec_method = self.spec_model = self.spec_tokens = None
+        return original(self, target_model_config, target_parallel_config)
+
+    EngineArgs.create_speculative_config = create_speculative_config
+
+
+def _list_method_on_command_line() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_lilicorr.engine.speculative_config import METHOD
+
+    original = EngineArgs.add_cli_args
+
+    @functools.wraps(original)
+    def add_cli_args(parser):
+        parser = original(parser)
+        for action in parser._actions:
+            if "--spec-method" in action.option_strings and METHOD not in (action.choices or (METHOD,)):
+                action.choices = [*action.choices, METHOD]
+        return parser
+
+    EngineArgs.add_cli_args = staticmethod(add_cli_args)
+
+
+def _rewrite_draft_config() -> None:
+    from vllm.config.speculative import SpeculativeConfig
+
+    from vllm_lilicorr.engine.speculative_config import rewrite_draft_config
+
+    original = SpeculativeConfig.compose_draft_hf_overrides
+
+    @functools.wraps(original)
+    def compose_draft_hf_overrides(*args, **kwargs):
+        return functools.partial(rewrite_draft_config, original(*args, **kwargs))
+
+    SpeculativeConfig.compose_draft_hf_overrides = staticmethod(compose_draft_hf_overrides)
+
+
+def drafts_with_lilicorr(vllm_config: Any) -> bool:
+    """Whether this engine's drafter is a LiLiCorr checkpoint."""
+    from vllm_lilicorr.method.geometry import ARCHITECTURE
+
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return draft is not None and ARCHITECTURE in (draft.architectures or ())
+
+
+def _allow_on_v1() -> None:
+    from vllm.config.vllm import VllmConfig
+
+    original = VllmConfig._is_dflash_candidate_draft
+
+    @functools.wraps(original)
+    def _is_dflash_candidate_draft(self):
+        return False if drafts_with_lilicorr(self) else original(self)
+
+    VllmConfig._is_dflash_candidate_draft = _is_dflash_candidate_draft
+
+
+def _install_worker_seams_on_init_device() -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    original = WorkerWrapperBase.init_device
+
+    @functools.wraps(original)
+    def init_device(self):
+        if self.vllm_config.speculative_config is not None:
+            install_worker(self.vllm_config)
+        return original(self)
+
+    WorkerWrapperBase.init_device = init_device
+
+
+def install_worker(vllm_config: Any) -> None:
+    """Replaces the seams that this engine's workers need. Safe to call again.
+
+    Raises:
+        ValueError: LiLiCorr was asked for and a seam of the worker does not fit.
+    """
+    from vllm.platforms import current_platform
+
+    uses_v2 = vllm_config.use_v2_model_runner
+    if drafts_with_lilicorr(vllm_config):
+        problems = mismatches(V2_SEAMS if uses_v2 else V1_SEAMS, _vllm_package())
+        if problems:
+            raise ValueError(_explain(problems))
+        if uses_v2:
+            _speculate_on_v2()
+        else:
+            _propose_on_v1()
+    if current_platform.is_cpu() and not uses_v2:
+        _expand_exactly()
+
+
+@functools.cache
+def _propose_on_v1() -> None:
+    from vllm.v1.worker import gpu_model_runner
+
+    from vllm_lilicorr.engine.proposer import LiLiCorrProposer
+
+    plain = gpu_model_runner.DFlashProposer
+
+    class DFlashProposer(plain):
+        """What the runner builds: ours for a LiLiCorr checkpoint, vLLM's for any other."""
+
+        def __new__(cls, vllm_config, device, runner=None):
+            return object.__new__(_Proposer if drafts_with_lilicorr(vllm_config) else cls)
+
+    class _Proposer(LiLiCorrProposer, DFlashProposer):
+        """Ours, and an instance of the name that the runner checks."""
+
+    gpu_model_runner.DFlashProposer = DFlashProposer
+
+
+@functools.cache
+def _expand_exactly() -> None:
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    original = rejection_sampler.expand_batch_to_tokens
+
+    @functools.wraps(original)
+    def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        if replace_from != replace_to:
+            x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+        return x.repeat_interleave(counts, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+@functools.cache
+def _speculate_on_v2() -> None:
+    from vllm.v1.worker.gpu.spec_decode.lilicorr import speculator
+
+    from vllm_lilicorr.engine.speculator import LiLiCorrSpeculator
+
+    speculator.LiLiCorrSpeculator = LiLiCorrSpeculator

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user writes in --speculative-config, made into what vLLM understands.
+
+vLLM runs LiLiCorr under its method "dflash"; the drafter's architecture selects
+the correlator. Every check here runs before any weight is read.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from vllm_lilicorr.method.geometry import ARCHITECTURE, DrafterGeometry, is_lilicorr_config
+
+METHOD = "lilicorr"
+VLLM_METHOD = "dflash"
+_LOST_OBJECT = (
+    "Dotted options such as --speculative-config.num_speculative_tokens replace the whole "
+    "--speculative-config object in vLLM: put every key into one JSON object, or start the server with "
+    "`lilicorr serve`, which merges them."
+)
+
+
+def translate(
+    raw: Mapping[str, Any],
+    read_config: Callable[[str, str | None], Mapping[str, Any] | None],
+    target_config: PretrainedConfig,
+) -> dict[str, Any]:
+    """A speculative config for vLLM, with what the checkpoint knows filled in.
+
+    Args:
+        raw: the user's keys, with underscores.
+        read_config: drafter and revision to its config.json, None where there is none.
+        target_config: the target's (text) configuration.
+
+    A value that the user set is never replaced. Only a checkpoint's content makes it
+    LiLiCorr: with the method "dflash" or none, any other drafter comes back unchanged.
+
+    Raises:
+        ValueError: a value is outside what this drafter or pair allows.
+    """
+    config = dict(raw)
+    method, model = config.get("method"), config.get("model")
+    if method not in (METHOD, VLLM_METHOD, None):
+        return config
+    if not model:
+        if method == VLLM_METHOD:
+            return config
+        raise ValueError(f"The speculative config {config!r} names no drafter. {_LOST_OBJECT}")
+    if method is None and "/" not in model:  # a built-in method's name, or a dotted class
+        return config
+    drafter_config = read_config(model, config.get("revision"))
+    if drafter_config is None or not is_lilicorr_config(drafter_config):
+        if method != METHOD:
+            return config
+        found = "no config.json" if drafter_config is None else f"architectures {drafter_config.get('architectures')}"
+        raise ValueError(
+            f'method "{METHOD}" needs a {ARCHITECTURE} checkpoint, but {model!r} has {found}. '
+            'Name a LiLiCorr drafter, or use method "dflash" for a plain DFlash one.'
+        )
+    geometry = DrafterGeometry.from_config(drafter_config)
+    config["method"] = VLLM_METHOD
+    _check_draft_length(config, geometry)
+    if geometry.conv_kernel_size and config.get("num_speculative_tokens_per_batch_size"):
+        raise ValueError(
+            "num_speculative_tokens_per_batch_size is set, but this drafter's convolutions run over blocks of one "
+            "length, fixed at start; leave it out, and choose one num_speculative_tokens."
+        )
+    _check_pair(model, geometry, target_config)
+    config.setdefault("num_speculative_tokens", geometry.num_slots)
+    if config.get("rejection_sample_method", "standard") == "standard":
+        config.setdefault("draft_sample_method", "probabilistic")
+    return config
+
+
+def refuse_pipeline_parallel(size: int) -> None:
+    """Raises ValueError for the V1 runner with more than one pipeline stage."""
+    if size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={size}, but on model runner V1 LiLiCorr needs the target's embedding and features "
+            "on one rank; use pipeline_parallel_size=1 (tensor parallelism works)."
+        )
+
+
+def _check_draft_length(config: Mapping[str, Any], geometry: DrafterGeometry) -> None:
+    length = config.get("num_speculative_tokens")
+    if length is None:
+        return
+    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= geometry.num_slots:
+        raise ValueError(
+            f"num_speculative_tokens={length!r}, but this drafter was trained with block_size "
+            f"{geometry.block_size}; use 1..{geometry.num_slots}."
+        )
+
+
+def _check_pair(model: str, geometry: DrafterGeometry, target: PretrainedConfig) -> None:
+    def refuse(value: str, rule: str) -> None:
+        raise ValueError(
+            f"The drafter {model!r} does not fit this target: {value}, but {rule}. "
+            "Use the drafter that was trained for this target."
+        )
+
+    if geometry.vocab_size != target.vocab_size:
+        refuse(f"vocab_size {geometry.vocab_size}", f"the target's is {target.vocab_size}")
+    if geometry.target_hidden_size != target.hidden_size:
+        refuse(f"target_hidden_size {geometry.target_hidden_size}", f"the target's hidden_size is {target.hidden_size}")
+    if geometry.hidden_size != target.hidden_size:
+        refuse(
+            f"hidden_size {geometry.hidden_size}",
+            f"it drafts on the target's token embeddings, which are {target.hidden_size} wide",
+        )
+    if max(geometry.target_layer_ids) >= target.num_hidden_layers:
+        refuse(
+            f"target_layer_ids {list(geometry.target_layer_ids)}",
+            f"the target has {target.num_hidden_layers} layers, 0..{target.num_hidden_layers - 1}",
+        )
+
+
+def rewrite_draft_config(
+    inner: Callable[[PretrainedConfig], PretrainedConfig], config: PretrainedConfig
+) -> PretrainedConfig:
+    """vLLM's own override of a drafter's configuration, then one dialect for LiLiCorr's.
+
+    Older exports call a LiLiCorr drafter "DFlashDraftModel" and may keep block_size
+    inside dflash_config. Used through functools.partial: it travels to vLLM's
+    other processes by pickle.
+    """
+    config = inner(config)
+    values = config.to_dict()
+    if is_lilicorr_config(values):
+        config.architectures = [ARCHITECTURE]
+        nested = dict(values["dflash_config"])
+        nested.setdefault("block_size", values.get("block_size"))
+        config.dflash_config = nested
+        config.block_size = nested["block_size"]
+    return config
