@@ -8,6 +8,7 @@ rejection sampler.
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
@@ -57,7 +58,8 @@ class LiLiCorrProposer(DFlashProposer):
         super().__init__(vllm_config, device, runner)
         self._runner = runner
         settings = Settings.from_environment()
-        self._trace = LatticeTrace(settings.trace_file, settings.trace_lines) if settings.trace_file else None
+        traces = settings.trace_file and get_tensor_model_parallel_rank() == 0  # every rank has the same lattice
+        self._trace = LatticeTrace(settings.trace_file, settings.trace_lines) if traces else None
         self._proposals = ProposalBuffer(vllm_config.model_config.get_vocab_size(), device)
         self._anchor_hidden: torch.Tensor
         self._anchor_valid: torch.Tensor

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of vLLM releases that are not installed, read from their wheels.
+
+Only the modules that a seam touches are kept, in .cache/vllm-sources/VERSION/vllm;
+nothing is installed and nothing of CUDA is needed.
+"""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from vllm_lilicorr.engine.seams import ALL_SEAMS
+
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "vllm-sources"
+
+
+def seam_files() -> set[str]:
+    return {seam.module.replace(".", "/") + ".py" for seam in ALL_SEAMS}
+
+
+def fetch(version: str) -> Path:
+    """The folder `vllm` of a release, with the seams' modules in it.
+
+    Raises:
+        RuntimeError: the package index does not have the wheel, or is out of reach.
+    """
+    package = CACHE / version / "vllm"
+    missing = [name for name in seam_files() if not (package.parent / name).is_file()]
+    if not missing:
+        return package
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--platform", "manylinux_2_28_x86_64", "--dest", folder, f"vllm=={version}"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        wheels = list(Path(folder).glob("*.whl"))
+        if result.returncode or not wheels:
+            raise RuntimeError(f"vllm {version} could not be downloaded: {result.stderr.strip()[-500:]}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            for name in sorted(seam_files() & set(wheel.namelist())):
+                wheel.extract(name, package.parent)
+    return package
