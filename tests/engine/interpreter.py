@@ -138,6 +138,9 @@ def main(job_file: str, result_file: str) -> None:
     vllm_lilicorr.plugin.register()
     recorder = None
     if v2:
+        from vllm_lilicorr.engine.seams import normalize_each_layer
+
+        normalize_each_layer()  # a defect of the CPU build, cured for the in-tree drafter too
         interpret_libdevice()
         from recording import Recorder
 

@@ -17,6 +17,10 @@ from vllm_lilicorr.engine.trace import LatticeTrace
 from vllm_lilicorr.method.walks import greedy_walk, sampled_walk
 from vllm_lilicorr.settings import Settings
 
+# On a CPU a head this narrow is faster in float32 than in bfloat16 (1.1 against 1.7 ms
+# for one request at width 128; equal at 256): small products, and norms that convert.
+FLOAT32_HEAD_WIDTH = 128
+
 
 class ProposalBuffer:
     """Proposal distributions over the vocabulary, kept between steps.
@@ -75,7 +79,10 @@ class LiLiCorrProposer(DFlashProposer):
         lm_head = self.model.lm_head
         self.model.lm_head = getattr(lm_head, "base_layer", lm_head)
         self._embed = self._target_embedding(target_model)
-        self.model.model.lilicorr.prepare()
+        head = self.model.model.lilicorr
+        if self.device.type == "cpu" and head.geometry.head_width <= FLOAT32_HEAD_WIDTH:
+            head.float()
+        head.prepare()
         self._warm_up()
 
     @staticmethod

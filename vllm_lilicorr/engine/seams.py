@@ -123,6 +123,8 @@ V1_SEAMS = (
         "gives the target's token embedding to the head",
         "LiLiCorr on model runner V1 in vLLM",
     ),
+)
+CPU_SEAMS = (
     Seam(
         "vllm.v1.sample.rejection_sampler",
         "expand_batch_to_tokens",
@@ -130,6 +132,14 @@ V1_SEAMS = (
         "the CPU build writes the expanded sampling parameters into a copy: temperature, top-k and top-p of "
         "speculative rows are uninitialised memory there, for every drafter",
         "a vLLM CPU build whose expand kernel writes to its output",
+    ),
+    Seam(
+        "vllm.model_executor.models.qwen3_dflash",
+        "DFlashQwen3Model._normalize_context_k",
+        ("all_k",),
+        "the CPU build's rms_norm reads only the first row of a stacked weight: every layer of a DFlash drafter gets "
+        "the first layer's k_norm, which costs acceptance and says nothing",
+        "a vLLM CPU build whose rms_norm takes one weight per layer",
     ),
 )
 V2_SEAMS = (
@@ -162,7 +172,7 @@ V2_SEAMS = (
         _METHOD_REGISTRY,
     ),
 )
-ALL_SEAMS = CONFIG_SEAMS + V1_SEAMS + V2_SEAMS
+ALL_SEAMS = CONFIG_SEAMS + V1_SEAMS + CPU_SEAMS + V2_SEAMS
 
 
 def is_tested(version: str) -> bool:
@@ -350,22 +360,34 @@ def _install_worker_seams_on_init_device() -> None:
 def install_worker(vllm_config: Any) -> None:
     """Replaces the seams that this engine's workers need. Safe to call again.
 
+    On the CPU build that includes two cures of vLLM that every drafter needs.
+
     Raises:
         ValueError: LiLiCorr was asked for and a seam of the worker does not fit.
     """
     from vllm.platforms import current_platform
 
-    uses_v2 = vllm_config.use_v2_model_runner
-    if drafts_with_lilicorr(vllm_config):
-        problems = mismatches(V2_SEAMS if uses_v2 else V1_SEAMS, _vllm_package())
-        if problems:
-            raise ValueError(_explain(problems))
-        if uses_v2:
-            _speculate_on_v2()
-        else:
-            _propose_on_v1()
-    if current_platform.is_cpu() and not uses_v2:
-        _expand_exactly()
+    ours, uses_v2, on_cpu = (
+        drafts_with_lilicorr(vllm_config),
+        vllm_config.use_v2_model_runner,
+        current_platform.is_cpu(),
+    )
+    needed = CPU_SEAMS if on_cpu else ()
+    if ours:
+        needed += V2_SEAMS if uses_v2 else V1_SEAMS
+    problems = mismatches(needed, _vllm_package())
+    if problems and ours:
+        raise ValueError(_explain(problems))
+    if problems:
+        logger.warning(_explain(problems))
+        return
+    if on_cpu:
+        expand_exactly()
+        normalize_each_layer()
+    if ours and uses_v2:
+        _speculate_on_v2()
+    elif ours:
+        _propose_on_v1()
 
 
 @functools.cache
@@ -389,7 +411,8 @@ def _propose_on_v1() -> None:
 
 
 @functools.cache
-def _expand_exactly() -> None:
+def expand_exactly() -> None:
+    """Gives each drafted token its request's sampling parameters on the CPU build."""
     import torch
     from vllm.v1.sample import rejection_sampler
 
@@ -403,6 +426,25 @@ def _expand_exactly() -> None:
         return x.repeat_interleave(counts, output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+@functools.cache
+def normalize_each_layer() -> None:
+    """Gives each layer of a DFlash drafter its own k_norm on the CPU build."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    original = DFlashQwen3Model._normalize_context_k
+
+    @functools.wraps(original)
+    def _normalize_context_k(self, all_k):  # [L, num_context, kv_heads, head_dim]
+        normed = torch.empty_like(all_k)
+        for index, weight in enumerate(self._k_norm_weights):
+            ops.rms_norm(normed[index], all_k[index], weight, self._rms_norm_eps)
+        return normed
+
+    DFlashQwen3Model._normalize_context_k = _normalize_context_k
 
 
 @functools.cache
