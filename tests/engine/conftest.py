@@ -65,7 +65,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
     # Eight requests that verify seven drafts each take the whole budget, so prompts come in pieces.
     "chunked": {"max_num_batched_tokens": 128},
-    "cached": {"enable_prefix_caching": True},
+    # Room for every prompt, so that none is evicted before it comes again.
+    "cached": {"enable_prefix_caching": True, "num_gpu_blocks_override": 2560},
     # One request of the longest prompt fits, eight do not.
     "preempted": {"num_gpu_blocks_override": 32},
 }

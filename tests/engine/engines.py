@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from pairs import write_checkpoint
 from safetensors.torch import load_file
 from vllm import LLM, RequestOutput, SamplingParams
@@ -50,6 +51,7 @@ class Engine:
     """vLLM with a target and, where one is named, a drafter. Float32 and eager unless told otherwise."""
 
     num_open = 0
+    parked: ClassVar[list[Any]] = []
 
     def __init__(
         self,
@@ -133,12 +135,23 @@ class Engine:
         return core.model_executor.driver_worker.worker.model_runner
 
     def close(self) -> None:
+        """Frees the engine's cache. Its process groups are those of every engine in this process, so an engine
+        that shares them stays, without its cache, until the last one closes."""
         Engine.num_open -= 1
         core = self.llm.llm_engine.engine_core
-        # Shutting down an engine of this process ends the process groups that all its engines share.
-        if Engine.num_open == 0 or not hasattr(core, "engine_core"):
+        if not hasattr(core, "engine_core"):  # in a process of its own
             core.shutdown()
-        del core, self.llm
+            return
+        runner = self.runner
+        runner.kv_caches.clear()
+        for layer in runner.compilation_config.static_forward_context.values():
+            layer.kv_cache = torch.empty(0)
+        Engine.parked.append(core)
+        if Engine.num_open == 0:
+            for core in Engine.parked:
+                core.shutdown()
+            Engine.parked.clear()
+        del core, runner, self.llm
         gc.collect()
 
 

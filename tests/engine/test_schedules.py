@@ -32,18 +32,18 @@ def compare_lattices(found, expected):
     return 1 - len(same) / len(blocks), max(errors)
 
 
-@pytest.mark.parametrize("scenario", ["chunked", "cached", "preempted"])
+@pytest.mark.parametrize("scenario", ["chunked", "cached"])
 def test_accepted_tokens_equal_those_of_the_plain_schedule(runs, prompts, scenario):
     """Catches a drafter whose context has holes, or whose anchor is not the last committed token:
-    tokens stay right, acceptance falls to nearly none."""
+    tokens stay right, acceptance falls to nearly none. (A preempted request gives up the drafts that
+    it was to verify, so its steps differ; its lattices are compared below.)"""
     plain, other = runs("plain"), runs(scenario)
     expected, found = steps_of(plain, prompts), steps_of(other, prompts)
     different = [index for index, row in enumerate(found) if row != expected[index]]
     assert len(different) <= len(prompts) * LARGEST_SHARE_OF_TIES, f"prompts {different}"
     assert sum(step.accepted for row in expected for step in row) > 0
-    if scenario != "preempted":  # a preempted request gives up the drafts that it was to verify
-        assert abs(other.num_drafts - plain.num_drafts) <= plain.num_drafts * LARGEST_SHARE_OF_TIES
-        assert abs(other.num_accepted - plain.num_accepted) <= plain.num_accepted * LARGEST_SHARE_OF_TIES
+    assert abs(other.num_drafts - plain.num_drafts) <= plain.num_drafts * LARGEST_SHARE_OF_TIES
+    assert abs(other.num_accepted - plain.num_accepted) <= plain.num_accepted * LARGEST_SHARE_OF_TIES
 
 
 @pytest.mark.parametrize("scenario", ["chunked", "cached", "preempted"])

@@ -26,7 +26,11 @@ def test_installed_release_fits() -> None:
 def test_other_tested_releases_fit(version: str) -> None:
     """Would catch a parameter renamed or a function moved in a release that is not installed here."""
     assert is_tested(version)
-    assert mismatches(ALL_SEAMS, fetch(version)) == []
+    try:
+        package = fetch(version)
+    except RuntimeError as error:  # offline, and not fetched before
+        pytest.skip(str(error))
+    assert mismatches(ALL_SEAMS, package) == []
 
 
 @pytest.mark.parametrize("seam", ALL_SEAMS, ids=lambda seam: f"{seam.module}:{seam.name}")
