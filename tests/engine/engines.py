@@ -139,7 +139,8 @@ class Engine:
         that shares them stays, without its cache, until the last one closes."""
         Engine.num_open -= 1
         core = self.llm.llm_engine.engine_core
-        if not hasattr(core, "engine_core"):  # in a process of its own
+        executor = getattr(getattr(core, "engine_core", None), "model_executor", None)
+        if not hasattr(executor, "driver_worker"):  # in processes of its own
             core.shutdown()
             return
         runner = self.runner
@@ -151,7 +152,7 @@ class Engine:
             for core in Engine.parked:
                 core.shutdown()
             Engine.parked.clear()
-        del core, runner, self.llm
+        del core, executor, runner, self.llm
         gc.collect()
 
 

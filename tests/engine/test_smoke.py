@@ -110,7 +110,8 @@ def test_block_length_that_follows_the_batch(random_pair, random_reference, tmp_
 
 def test_drafter_with_a_shorter_context(pair, prompts, reference):
     """Catches an error, or a wrong token, once a request outgrows the drafter's max_model_len."""
-    chosen = [index for index, prompt in enumerate(prompts) if len(prompt) < 150][:24]
+    # vLLM skips the drafter for a whole batch in which one request does not fit: start short, then outgrow it.
+    chosen = [index for index, prompt in enumerate(prompts) if len(prompt) < 100][-24:]
     with Engine(pair.target, pair.drafter, speculative={"max_model_len": 128}) as engine:
         served = tokens(engine.generate([prompts[i] for i in chosen], greedy(40)))
         assert served == [reference[i] for i in chosen]
