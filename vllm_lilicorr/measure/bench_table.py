@@ -15,7 +15,8 @@ def show_results(console: Console, record: dict[str, Any]) -> None:
         f"{hardware['cores']} cores of {hardware['cpu']}"
     )
     for heading in ("requests", "drafting", "tokens/s", "x none", "spread", "tokens per step"):
-        table.add_column(heading, justify="left" if heading == "drafting" else "right")
+        named = heading == "drafting"
+        table.add_column(heading, justify="left" if named else "right", min_width=13 if named else None)
     table.add_column("same tokens as none", justify="right")
     for number, figures in record["concurrency"].items():
         table.add_section()
