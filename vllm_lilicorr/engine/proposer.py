@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
+from vllm_lilicorr.engine.target_layers import token_embedding, without_lora
 from vllm_lilicorr.engine.trace import LatticeTrace
 from vllm_lilicorr.method.walks import greedy_walk, sampled_walk
 from vllm_lilicorr.settings import Settings
@@ -72,27 +73,14 @@ class LiLiCorrProposer(DFlashProposer):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
-        # A LoRA adapter wraps the target's embedding: drafting reads the table
-        # itself, since the wrapper adds what the target's own batch asks for.
-        embedding = self.model.model.embed_tokens
-        self.model.model.embed_tokens = getattr(embedding, "base_layer", embedding)
-        lm_head = self.model.lm_head
-        self.model.lm_head = getattr(lm_head, "base_layer", lm_head)
-        self._embed = self._target_embedding(target_model)
+        self.model.model.embed_tokens = without_lora(self.model.model.embed_tokens)
+        self.model.lm_head = without_lora(self.model.lm_head)
+        self._embed = without_lora(token_embedding(target_model))
         head = self.model.model.lilicorr
         if self.device.type == "cpu" and head.geometry.head_width <= FLOAT32_HEAD_WIDTH:
             head.float()
         head.prepare()
         self._warm_up()
-
-    @staticmethod
-    def _target_embedding(target_model: torch.nn.Module) -> torch.nn.Module:
-        language_model = (
-            target_model.get_language_model() if hasattr(target_model, "get_language_model") else target_model
-        )
-        inner = language_model.model
-        embedding = inner.embed_tokens if hasattr(inner, "embed_tokens") else inner.embedding
-        return getattr(embedding, "base_layer", embedding)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

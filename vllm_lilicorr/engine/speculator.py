@@ -16,6 +16,8 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator as InTreeSpeculator
 
+from vllm_lilicorr.engine.target_layers import token_embedding, without_lora
+
 
 class LiLiCorrSpeculator(InTreeSpeculator):
     """vLLM's speculator with this plugin's drafter and head, also for targets with LoRA adapters."""
@@ -31,8 +33,8 @@ class LiLiCorrSpeculator(InTreeSpeculator):
         """
         # Above the in-tree class, whose own checks refuse an embedding with LoRA.
         model = super(InTreeSpeculator, self).load_draft_model(target_model, target_attn_layer_names)
-        embedding = _without_lora(_token_embedding(target_model))
-        lm_head = _without_lora(getattr(model, "lm_head", None))
+        embedding = without_lora(token_embedding(target_model))
+        lm_head = without_lora(getattr(model, "lm_head", None))
         _check_vocabulary("token embedding", embedding)
         _check_vocabulary("LM head", lm_head)
         if embedding.embedding_dim != model.config.hidden_size:
@@ -44,17 +46,6 @@ class LiLiCorrSpeculator(InTreeSpeculator):
         model.lm_head = lm_head
         model.model.lilicorr.prepare()
         return model
-
-
-def _token_embedding(target_model: nn.Module) -> nn.Module | None:
-    language_model = target_model.get_language_model() if hasattr(target_model, "get_language_model") else target_model
-    inner = getattr(language_model, "model", language_model)
-    return getattr(inner, "embed_tokens", None) or getattr(inner, "embedding", None)
-
-
-def _without_lora(layer: nn.Module | None) -> nn.Module | None:
-    """The layer under a LoRA wrapper: the drafter was trained on the base weights."""
-    return getattr(layer, "base_layer", layer)
 
 
 def _check_vocabulary(name: str, layer: nn.Module | None) -> None:
