@@ -31,3 +31,15 @@ def merge_candidates(
     """Ids [N, K] int64, best first, and log-probabilities [N, K] fp32 over all shards."""
     values, chosen = values.topk(top_k, dim=-1)
     return ids.gather(-1, chosen), values - torch.logsumexp(partitions, dim=-1, keepdim=True)
+
+
+def store_candidates(
+    rows: torch.Tensor,  # [max_num_reqs, S, V] fp32; changed in place
+    candidate_ids: torch.Tensor,  # [R * S, K] int64, distinct in each row
+    scores: torch.Tensor,  # [R * S, K] fp32
+    req_states: torch.Tensor,  # [R * S] int64; negative for padding
+) -> None:
+    """Writes K scores into the vocabulary row of each request and slot."""
+    for index, req_state in enumerate(req_states.tolist()):
+        if req_state >= 0:
+            rows[req_state, index % rows.shape[1]].scatter_(0, candidate_ids[index], scores[index])

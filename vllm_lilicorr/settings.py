@@ -17,11 +17,14 @@ class Settings:
         trace_file: LILICORR_TRACE=FILE appends one JSON line per request and
             draft step (candidates, edge logits, chosen path). A diagnostic:
             it slows serving.
+        walk: LILICORR_WALK=NAME is the walk of drafters whose speculative config
+            names none.
         trace_lines: LILICORR_TRACE_LINES=N ends the record after N lines, from
             when on it costs next to nothing.
     """
 
     disable: bool = False
+    walk: str | None = None
     trace_file: str | None = None
     trace_lines: int | None = None
 
@@ -30,6 +33,7 @@ class Settings:
         """Raises ValueError for a value that is neither true nor false."""
         return cls(
             disable=_boolean("LILICORR_DISABLE"),
+            walk=os.environ.get("LILICORR_WALK") or None,
             trace_file=os.environ.get("LILICORR_TRACE") or None,
             trace_lines=_count("LILICORR_TRACE_LINES"),
         )

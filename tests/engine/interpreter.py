@@ -107,6 +107,13 @@ def interpret_libdevice() -> None:
     rejection_sampler_utils.tldevice = Device
 
 
+def sort_top_k_top_p() -> None:
+    """Filters the target's logits by vLLM's PyTorch code: the interpreter cannot run its kernel."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+
+
 def keep_triton_recurrences() -> None:
     """Undoes the CPU build's replacements of mamba's updates: its convolution ignores rejected tokens."""
     from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
@@ -142,6 +149,7 @@ def main(job_file: str, result_file: str) -> None:
 
         normalize_each_layer()  # a defect of the CPU build, cured for the in-tree drafter too
         interpret_libdevice()
+        sort_top_k_top_p()
         from recording import Recorder
 
         recorder = Recorder()

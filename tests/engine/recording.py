@@ -7,8 +7,19 @@ import torch
 from host_syncs import HostSyncs
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import CandidateSampler, DFlash2Speculator
 
+from vllm_lilicorr.engine.speculator import LiLiCorrSpeculator
+
 # Tensors that a captured graph reads or writes: their addresses may never change.
-FIXED = ("anchor_hidden", "anchor_valid", "hidden_states", "draft_tokens", "draft_logits", "sample_indices")
+FIXED = (
+    "anchor_hidden",
+    "anchor_valid",
+    "hidden_states",
+    "draft_tokens",
+    "draft_logits",
+    "sample_indices",
+    "limit_top_k",
+    "limit_top_p",
+)
 
 
 class Recorder:
@@ -18,11 +29,17 @@ class Recorder:
         self.clear(watch=False)
         recorder = self
         propose, sample = DFlash2Speculator.propose, CandidateSampler.sample
-        generate = DFlash2Speculator._generate_draft
+        generate, add_elsewhere = LiLiCorrSpeculator._generate_draft, LiLiCorrSpeculator._add_elsewhere
 
         def recorded_sample(self, candidate_ids, scores, num_reqs, *rest, **named):
-            recorder._lattice = (candidate_ids.clone(), scores.clone())
+            if recorder._inputs is None:
+                recorder._lattice = (candidate_ids.clone(), scores.clone())
             return sample(self, candidate_ids, scores, num_reqs, *rest, **named)
+
+        def recorded_add_elsewhere(self, lattice, logits, sampling):
+            recorder._lattice = (lattice.candidate_ids.clone(), lattice.edge_logits.clone())
+            recorder._inputs = (logits.clone(), sampling)
+            return add_elsewhere(self, lattice, logits, sampling)
 
         def recorded_propose(self, input_batch, *rest, dummy_run=False, **named):
             tokens = propose(self, input_batch, *rest, dummy_run=dummy_run, **named)
@@ -38,7 +55,8 @@ class Recorder:
             recorder._watched(self, num_reqs, syncs)
 
         DFlash2Speculator.propose = recorded_propose
-        DFlash2Speculator._generate_draft = watched_generate
+        LiLiCorrSpeculator._generate_draft = watched_generate
+        LiLiCorrSpeculator._add_elsewhere = recorded_add_elsewhere
         CandidateSampler.sample = recorded_sample
 
     def clear(self, watch: bool) -> None:
@@ -47,6 +65,7 @@ class Recorder:
         self.speculator: str | None = None
         self.watched = {"host_syncs": [], "operators": [], "addresses": {}, "batch_sizes": []}
         self._watch = watch
+        self._inputs: tuple[torch.Tensor, Any] | None = None  # of a step that may draw
 
     def _record(self, speculator: Any, request_ids: list[str], tokens: torch.Tensor) -> None:
         kind = type(speculator)
@@ -63,9 +82,11 @@ class Recorder:
                 "candidate_ids": candidate_ids[row].tolist(),
                 "edge_logits": scores[row].tolist(),
             }
-            if speculator.draft_logits is not None:
-                rows = speculator.draft_logits[states[row, 0]]
-                draft["proposed_ids"] = [slot.isfinite().nonzero()[:, 0].tolist() for slot in rows]
+            if self._inputs is not None:
+                logits, sampling = self._inputs
+                draft["logits"] = logits.view(num_reqs, num_slots, -1)[row].tolist()
+                draft["draft_logits"] = speculator.draft_logits[states[row, 0]].tolist()
+                draft |= {name: getattr(sampling, name)[row].item() for name in ("temperature", "top_k", "top_p")}
             self.drafts.append(draft)
 
     def _watched(self, speculator: Any, num_reqs: int, syncs: HostSyncs) -> None:

@@ -14,11 +14,12 @@ from vllm_lilicorr.engine import seams
 
 @pytest.fixture
 def cured():
-    """Both cures in place, as in a worker."""
+    """All cures in place, as in a worker."""
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
     seams.normalize_each_layer()
     seams.expand_exactly()
+    seams.constrain_no_rows()
 
 
 @pytest.mark.parametrize("num_context", [1, 8, 95])
@@ -43,3 +44,16 @@ def test_drafted_tokens_have_their_requests_parameters(cured) -> None:
     assert found.tolist() == [0.5, 0.5, 1.0, 1.0, 1.0, 2.0]
     top_k = torch.tensor([3, 4, 5, 6], dtype=torch.int32)
     assert rejection_sampler.expand_batch_to_tokens(top_k, counts, 6).tolist() == [3, 3, 5, 5, 5, 6]
+
+
+def test_a_step_without_drafts_has_no_top_k(cured) -> None:
+    """Would catch an engine that ends at the first request with top-k alone: its prefill drafts nothing."""
+    metadata = SimpleNamespace(all_greedy=False, temperature=torch.ones(1), top_k=torch.tensor([3]), top_p=None)
+    logits, counts = torch.empty(0, 32), torch.zeros(1, dtype=torch.int32)
+    assert rejection_sampler.apply_sampling_constraints(logits, counts, metadata).shape == (0, 32)
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        rejection_sampler.apply_sampling_constraints.__wrapped__(logits, counts, metadata)
+    rows = torch.arange(8.0)[None].repeat(2, 1)
+    counts = torch.tensor([2], dtype=torch.int32)
+    limited = rejection_sampler.apply_sampling_constraints(rows.clone(), counts, metadata)
+    assert limited.isfinite().sum(-1).tolist() == [3, 3]

@@ -2,8 +2,11 @@
 """Temperature 0 in float32: LiLiCorr drafting gives the tokens of no speculation, whatever the schedule."""
 
 import pytest
-from engines import accepted_steps, greedy, tokens
+import torch
+from engines import Engine, accepted_steps, greedy, tokens
 from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_lilicorr.method.walks import expected_length_walk, greedy_walk
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +34,18 @@ def test_tokens_of_200_prompts_equal_no_speculation(runs, reference, scenario):
     assert run.num_drafts > 0 and run.num_accepted > 0
     assert (run.num_preemptions > 0) == (scenario == "preempted")
     assert (run.num_cached_tokens > 0) == (scenario == "cached")
+
+
+def test_expected_length_walk(pair, prompts, reference, tmp_path):
+    """Catches a walk whose path and tokens come apart: tokens stay right, acceptance falls."""
+    speculative = {"lilicorr": {"walk": "expected-length"}}
+    with Engine(pair.target, pair.drafter, speculative=speculative, trace=tmp_path / "trace.jsonl") as engine:
+        assert tokens(engine.generate(prompts, greedy(MAX_TOKENS))) == reference
+        assert engine.counters.accepted > engine.counters.drafts
+        drafts = [draft for drafts in engine.take_trace().values() for draft in drafts.values()]
+    lattices = torch.tensor([draft.edge_logits for draft in drafts])
+    assert expected_length_walk(lattices).tolist() == [draft.path for draft in drafts]
+    assert (expected_length_walk(lattices) != greedy_walk(lattices)).any()
 
 
 def test_prompts_are_the_promised_ones(prompts):

@@ -2,8 +2,9 @@
 """Above temperature 0, every served token follows the target's own distribution.
 
 A random target with eight tokens, sampled 20,000 times from one prompt: tokens 2
-to 5 are drafted, so accepted, recovered and bonus tokens are all among them. Each
-pair of neighbouring tokens is compared with the enumerated distribution.
+to 5 are drafted, so accepted, recovered and bonus tokens are all among them, from the
+lattice and from elsewhere. Each pair of neighbouring tokens is compared with the
+enumerated distribution.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pairs import drafter_config, target_config, write_drafter, write_target
 from vllm import SamplingParams
 from vllm.v1.sample import rejection_sampler
 
-from vllm_lilicorr.engine.proposer import ProposalBuffer
+from vllm_lilicorr.engine import proposer
 
 pytestmark = pytest.mark.slow
 
@@ -106,19 +107,118 @@ def test_mixed_batch_with_top_k_and_top_p(folders, engine):
         assert min(values) > EXACT, (params, values)
 
 
-def not_renormalised(candidate_ids, rows):
-    return candidate_ids, rows / rows.amax(dim=-1, keepdim=True)
+def test_each_walk(folders):
+    """Catches a walk whose one-hot drafts are verified against a distribution, or the other way round,
+    and fewer candidates whose proposals are spread over more."""
+    kinds = [sampling(), sampling(temperature=0.7, top_p=0.8), sampling(temperature=0, n=1)]
+    for options in ({"walk": "greedy"}, {"walk": "expected-length"}, {"candidate_topk": 1}, {"candidate_topk": 3}):
+        with build(*folders[:2], lilicorr=options) as engine:
+            for params, samples in zip(kinds, draw(engine, kinds, NUM_SAMPLES // 4), strict=True):
+                values = p_values(folders, samples, params)
+                assert min(values) > EXACT, (options, params, values)
 
 
-def of_the_neighbour(candidate_ids, rows):
-    return candidate_ids, rows.roll(1, dims=0)
+def test_top_k_1_is_greedy(folders, engine):
+    """Catches top-k without any drafted token in the batch (the CPU build's engine ends), and a token
+    that the target cannot sample."""
+    (greedy,) = draw(engine, [sampling(temperature=0, n=1)], GROUP)
+    (samples,) = draw(engine, [sampling(top_k=1)], 10 * GROUP)
+    assert (samples == greedy[0]).all()
 
 
-@pytest.mark.parametrize("mutant", [not_renormalised, of_the_neighbour])
+def test_seeds_repeat_in_any_batch(folders, engine):
+    """Catches draft noise that a neighbour, a chunk of the prompt or the row in the batch moves."""
+    seeded = [sampling(n=1, seed=seed, temperature=0.9, top_p=0.95) for seed in range(40)]
+    prompts = [PROMPT + [2 + seed % 6] * (1 + seed % 20) for seed in range(40)]
+    together = [list(output.outputs[0].token_ids) for output in engine.generate(prompts, seeded)]
+    crowd = [sampling(n=3)] * 40
+    mixed = engine.generate(
+        [prompt for pair in zip([PROMPT] * 40, prompts[::-1], strict=True) for prompt in pair],
+        [params for pair in zip(crowd, seeded[::-1], strict=True) for params in pair],
+    )
+    assert [list(output.outputs[0].token_ids) for output in mixed[1::2]][::-1] == together
+    alone = [engine.generate([prompt], params)[0] for prompt, params in zip(prompts[:8], seeded[:8], strict=True)]
+    assert [list(output.outputs[0].token_ids) for output in alone] == together[:8]
+    assert len({tuple(row) for row in together}) > 20
+
+
+# A verified token costs a thousandth of a step's fixed time: some drafts are verified whole, some in part.
+CHEAP_TOKENS = {"target": {"1": 100.1, "1000": 200.0}, "drafter": {"1": 0.001, "250": 0.001}}
+
+
+@pytest.fixture(scope="module")
+def adaptive_engine(folders):
+    options = {"adaptive_length": True, "cost_curve": CHEAP_TOKENS}
+    with build(*folders[:2], lilicorr=options) as engine:
+        yield engine
+
+
+def test_adaptive_lengths(folders, adaptive_engine, monkeypatch):
+    """Catches lengths that depend on the token that was drawn: then likely tokens are served too often."""
+    policy = adaptive_engine.proposer._policy
+    begin, choose, lengths = policy.begin_step, policy.choose, set()
+
+    def chosen(*arguments):
+        found = choose(*arguments)
+        lengths.update(found.tolist())
+        return found
+
+    monkeypatch.setattr(policy, "begin_step", lambda view, can_draft, must_draft: begin(view, can_draft, True))
+    monkeypatch.setattr(policy, "choose", chosen)
+    kinds = [sampling(), sampling(temperature=0.7, top_p=0.9), sampling(temperature=0, n=1)]
+    for params, samples in zip(kinds, draw(adaptive_engine, kinds, NUM_SAMPLES // 2), strict=True):
+        values = p_values(folders, samples, params)
+        assert min(values) > EXACT, (params, values)
+    assert lengths == {0, 1, 2, 3}
+
+
+def test_a_length_that_follows_the_draw_is_noticed(folders, adaptive_engine, monkeypatch):
+    """Catches a test of lengths that passes whatever decides them."""
+    drafter = adaptive_engine.proposer
+    policy, begin = drafter._policy, drafter._policy.begin_step
+
+    def by_rank(features, *_):
+        lattice, path = drafter._walked
+        return (path < 1).long().cumprod(1).sum(1).numpy()
+
+    monkeypatch.setattr(policy, "begin_step", lambda view, can_draft, must_draft: begin(view, can_draft, True))
+    monkeypatch.setattr(policy, "choose", by_rank)
+    (samples,) = draw(adaptive_engine, [sampling()], NUM_MUTANT_SAMPLES)
+    values = p_values(folders, samples, sampling())
+    assert min(values) < BROKEN, values
+
+
+def test_seeds_repeat_with_adaptive_lengths(adaptive_engine):
+    """Catches random numbers that a suspension, and with it a timing, moves."""
+    seeded = [sampling(n=1, seed=seed, temperature=0.9) for seed in range(40)]
+    runs = [[list(o.outputs[0].token_ids) for o in adaptive_engine.generate([PROMPT] * 40, seeded)] for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def not_renormalised(lattice, proposals):
+    proposals.div_(proposals.amax(dim=-1, keepdim=True))
+
+
+def of_the_neighbour(lattice, proposals):
+    proposals.copy_(proposals.roll(1, dims=0))
+
+
+def elsewhere_thrice(lattice, proposals):
+    candidates = proposals.gather(2, lattice.candidate_ids)
+    proposals.mul_(3).scatter_(2, lattice.candidate_ids, candidates)
+
+
+@pytest.mark.parametrize("mutant", [not_renormalised, of_the_neighbour, elsewhere_thrice])
 def test_a_wrong_proposal_is_noticed(folders, engine, monkeypatch, mutant):
     """Catches a test that passes whatever q is."""
-    fill = ProposalBuffer.fill
-    monkeypatch.setattr(ProposalBuffer, "fill", lambda self, ids, rows: fill(self, *mutant(ids, rows)))
+    walk = proposer.sampled_walk
+
+    def changed(lattice, proposals, *rest):
+        drawn = walk(lattice, proposals, *rest)
+        mutant(lattice, proposals)
+        return drawn
+
+    monkeypatch.setattr(proposer, "sampled_walk", changed)
     (samples,) = draw(engine, [sampling()], NUM_MUTANT_SAMPLES)
     values = p_values(folders, samples, sampling())
     assert min(values) < BROKEN, values

@@ -78,25 +78,25 @@ def test_rows_that_move_keep_their_anchor(lilicorr_engine, prompts, alone):
 
 def test_the_neighbours_anchor_is_noticed(lilicorr_engine, prompts, alone, monkeypatch):
     """Catches a comparison that would pass with any anchor: here each row reads its neighbour's."""
-    lattice = LiLiCorrProposer._lattice
+    score = LiLiCorrProposer._score
 
-    def of_the_neighbour(self, hidden_states):
+    def of_the_neighbour(self, *inputs):
         self._anchor_hidden = self._anchor_hidden.roll(1, dims=0)
-        return lattice(self, hidden_states)
+        return score(self, *inputs)
 
-    monkeypatch.setattr(LiLiCorrProposer, "_lattice", of_the_neighbour)
+    monkeypatch.setattr(LiLiCorrProposer, "_score", of_the_neighbour)
     _, error = compare_lattices(lattices(lilicorr_engine, prompts[:8], [24] * 8), alone[:8])
     assert error > 100 * EDGE_TOLERANCE
 
 
 def test_a_lost_anchor_is_noticed(lilicorr_engine, prompts, alone, monkeypatch):
     """Catches a head that ignores its anchor, whatever row it comes from."""
-    lattice = LiLiCorrProposer._lattice
+    score = LiLiCorrProposer._score
 
-    def without_anchor(self, hidden_states):
+    def without_anchor(self, *inputs):
         self._anchor_valid = torch.zeros_like(self._anchor_valid)
-        return lattice(self, hidden_states)
+        return score(self, *inputs)
 
-    monkeypatch.setattr(LiLiCorrProposer, "_lattice", without_anchor)
+    monkeypatch.setattr(LiLiCorrProposer, "_score", without_anchor)
     _, error = compare_lattices(lattices(lilicorr_engine, prompts[:8], [24] * 8), alone[:8])
     assert error > 100 * EDGE_TOLERANCE

@@ -82,17 +82,21 @@ def random_reference(random_pair):
         {"method": "dflash", "num_speculative_tokens": 1},
         {"num_speculative_tokens": 3},
         {"num_speculative_tokens": 6, "draft_sample_method": "greedy"},
+        {"num_speculative_tokens": 5, "lilicorr": {"candidate_topk": 3}},
+        {"num_speculative_tokens": 2, "lilicorr": {"candidate_topk": 1, "walk": "expected-length"}},
     ],
-    ids=["dflash-1", "3", "greedy-6"],
+    ids=["dflash-1", "3", "greedy-6", "5 of 3", "2 of 1"],
 )
-def test_shorter_blocks(random_pair, random_reference, speculative, tmp_path):
-    """Catches a head that expects the trained number of slots."""
+def test_shorter_blocks_of_fewer_candidates(random_pair, random_reference, speculative, tmp_path):
+    """Catches a head that expects the trained number of slots or candidates."""
     trace = tmp_path / "trace.jsonl"
     with Engine(*random_pair, speculative=speculative, trace=trace, **SMALL) as engine:
         assert tokens(engine.generate(RANDOM_PROMPTS, greedy(24, ignore_eos=True))) == random_reference
         assert engine.counters.drafts > 0
-        lengths = {len(draft.path) for drafts in engine.take_trace().values() for draft in drafts.values()}
-    assert lengths == {speculative["num_speculative_tokens"]}
+        drafts = [draft for drafts in engine.take_trace().values() for draft in drafts.values()]
+    assert {len(draft.path) for draft in drafts} == {speculative["num_speculative_tokens"]}
+    top_k = speculative.get("lilicorr", {}).get("candidate_topk", 8)
+    assert {len(slot) for draft in drafts for slot in draft.candidate_ids} == {top_k}
 
 
 def test_block_length_that_follows_the_batch(random_pair, random_reference, tmp_path):

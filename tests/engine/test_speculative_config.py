@@ -5,6 +5,7 @@ import pytest
 from pairs import drafter_config, target_config
 from transformers import PretrainedConfig
 
+from vllm_lilicorr.engine.options import Options
 from vllm_lilicorr.engine.speculative_config import refuse_pipeline_parallel, rewrite_draft_config, translate
 
 TARGET = PretrainedConfig(**{k: v for k, v in target_config().items() if k not in ("architectures", "torch_dtype")})
@@ -19,8 +20,17 @@ CHECKPOINTS = {
 }
 
 
+def translated(default_walk: str | None = None, **config):
+    """Speculative config and options."""
+    return translate(config, lambda model, revision: CHECKPOINTS.get(model), TARGET, default_walk)
+
+
 def run(**config):
-    return translate(config, lambda model, revision: CHECKPOINTS.get(model), TARGET)
+    return translated(**config)[0]
+
+
+def options(default_walk: str | None = None, **config):
+    return translated(default_walk, method="lilicorr", model="folder/drafter", **config)[1]
 
 
 @pytest.mark.parametrize("method", [{"method": "lilicorr"}, {"method": "dflash"}, {}])
@@ -60,7 +70,7 @@ def test_keeps_what_the_user_set() -> None:
 )
 def test_other_methods_are_left_alone(config: dict) -> None:
     """Would catch the plugin changing somebody else's speculation."""
-    assert run(**config) == config
+    assert translated(**config) == (config, None)
 
 
 @pytest.mark.parametrize("length", [0, 8, -1, 2.5, "7", True])
@@ -119,3 +129,54 @@ def test_older_exports_become_one_dialect() -> None:
     assert config.dflash_config["block_size"] == 8
     plain = rewrite_draft_config(lambda c: c, PretrainedConfig(architectures=["DFlashDraftModel"]))
     assert plain.architectures == ["DFlashDraftModel"]
+
+
+def test_options_are_taken_out() -> None:
+    """Would catch a key that vLLM refuses, or an option that gets lost on the way."""
+    config, found = translated(method="lilicorr", model="folder/drafter", lilicorr={"walk": "expected-length"})
+    assert "lilicorr" not in config
+    assert found == Options(walk="expected-length")
+    assert options(lilicorr={"candidate-topk": 2}) == Options(candidate_topk=2)
+    assert options() == Options()
+    assert Options.from_mapping(found.to_mapping()) == found
+
+
+def test_walk_of_the_environment_is_a_default() -> None:
+    """Would catch an environment that wins over what stands in the config, or is not checked."""
+    assert options("greedy").walk == "greedy"
+    assert options("greedy", lilicorr={"candidate_topk": 4}) == Options(walk="greedy", candidate_topk=4)
+    assert options("greedy", lilicorr={"walk": "sampled"}).walk == "sampled"
+    with pytest.raises(ValueError, match="walk='longest' is no walk; use one of sampled, greedy, expected-length"):
+        options("longest")
+
+
+def test_greedy_walk_draws_nothing() -> None:
+    """Would catch proposals asked for from a walk that has none."""
+    assert (
+        run(method="lilicorr", model="folder/drafter", lilicorr={"walk": "greedy"})["draft_sample_method"] == "greedy"
+    )
+    with pytest.raises(ValueError, match='walk="greedy" draws nothing, but draft_sample_method="probabilistic"'):
+        options(lilicorr={"walk": "greedy"}, draft_sample_method="probabilistic")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"walk": "viterbi"}, "walk='viterbi' is no walk; use one of sampled, greedy, expected-length"),
+        ({"wlak": "greedy"}, "has no 'wlak'; it knows walk, candidate_topk"),
+        ({"candidate_topk": 0}, "candidate_topk=0 is no number of candidates; use 1 or more"),
+        ({"candidate_topk": True}, "candidate_topk=True is no number of candidates"),
+        ({"candidate_topk": 9}, r"candidate_topk=9, but this drafter was trained with 8 .*use 1\.\.8"),
+        ("greedy", "'greedy' in the speculative config is no object"),
+    ],
+)
+def test_bad_options_are_refused(given: object, message: str) -> None:
+    """Would catch a typing mistake that silently leaves the default in place."""
+    with pytest.raises(ValueError, match=message):
+        options(lilicorr=given)
+
+
+def test_options_belong_to_a_lilicorr_drafter() -> None:
+    """Would catch options that another drafter ignores without a word."""
+    with pytest.raises(ValueError, match='without "lilicorr" options for a plain DFlash one'):
+        run(method="dflash", model="folder/plain-dflash", lilicorr={"walk": "greedy"})

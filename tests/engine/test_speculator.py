@@ -9,6 +9,7 @@ import torch
 from host_syncs import HostSyncs
 from interpreter import run_engines
 from pairs import drafter_config, target_config, write_drafter, write_target
+from reference_proposals import reference_proposals
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -16,7 +17,9 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm_lilicorr.engine.speculator import LiLiCorrSpeculator
 from vllm_lilicorr.method.geometry import DrafterGeometry
 from vllm_lilicorr.method.head import LiLiCorrHead
-from vllm_lilicorr.method.walks import greedy_walk, sampled_walk
+from vllm_lilicorr.method.lattice import Lattice
+from vllm_lilicorr.method.proposals import Sampling
+from vllm_lilicorr.method.walks import expected_length_walk, greedy_walk
 
 VOCAB_SIZE = 32
 # The CPU build's LoRA kernel of the LM head does not know speculative rows: the embedding alone.
@@ -45,7 +48,7 @@ def test_host_syncs_are_found(synchronise) -> None:
     assert syncs.found
 
 
-def test_head_and_walks_do_not_synchronise() -> None:
+def test_head_and_greedy_walk_do_not_synchronise() -> None:
     """Catches an item(), nonzero() or tolist() in what a CUDA graph captures."""
     geometry = DrafterGeometry.from_config(drafter_config())
     head = LiLiCorrHead(geometry)
@@ -60,7 +63,6 @@ def test_head_and_walks_do_not_synchronise() -> None:
             torch.ones(2, dtype=torch.bool),
         )
         greedy_walk(edge_logits)
-        sampled_walk(edge_logits, torch.ones(2), torch.ones(2, slots, top_k))
     assert syncs.found == []
 
 
@@ -78,48 +80,86 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "sampling": [{"max_tokens": length} for length in (3, 6, 9)],
         "engine": {"max_num_seqs": 4},
     }
-    sampling = [{"temperature": 1.0, "seed": 3, "max_tokens": 6}, {"max_tokens": 6}]
+    seeded = {"temperature": 1.0, "seed": 3, "max_tokens": 6}
+    sampling = [seeded, {"max_tokens": 6}, {"temperature": 0.7, "seed": 4, "top_k": 12, "top_p": 0.9, "max_tokens": 9}]
+
+    def with_options(**options: Any) -> dict[str, Any]:
+        return base | {"sampling": sampling, "speculative_config": base["speculative_config"] | {"lilicorr": options}}
+
     engines = {
         "greedy": base | {"watch": True},
-        "sampled": base | {"sampling": sampling, "prompts": prompts[:2]},
-        "sampled again": base | {"sampling": sampling, "prompts": prompts[:2]},
+        "sampled": base | {"sampling": sampling, "watch": True},
+        "one of sampled": base | {"sampling": [seeded], "prompts": prompts[:1]},
+        "three candidates": with_options(candidate_topk=3),
+        "expected length": with_options(walk="expected-length"),
         "lora": base | {"engine": base["engine"] | LORA},
     }
     return run_engines("v2", "ours", engines, folder / "jobs")
 
 
 @pytest.mark.slow
-def test_draft_step_does_not_synchronise(results) -> None:
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_draft_step_does_not_synchronise(results, name: str) -> None:
     """Catches a host synchronisation anywhere in _generate_draft: backbone, candidates, head, walk."""
-    watched = results["greedy"]["watched"]
+    watched = results[name]["watched"]
     assert watched["host_syncs"] == []
     assert {"topk.default", "logsumexp.default", "scaled_dot_product_attention.default"} <= set(watched["operators"])
 
 
 @pytest.mark.slow
-def test_addresses_stay_over_steps_and_batch_sizes(results) -> None:
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_addresses_stay_over_steps_and_batch_sizes(results, name: str) -> None:
     """Catches a buffer that is allocated anew: a captured graph would go on using the old one."""
-    watched = results["greedy"]["watched"]
-    assert {1, 2, 3} <= set(watched["batch_sizes"])
-    assert {"anchor_hidden", "anchor_valid", "draft_logits", "head._attention_bias"} <= set(watched["addresses"])
+    watched = results[name]["watched"]
+    assert {1, 3} <= set(watched["batch_sizes"])
+    assert {"anchor_hidden", "draft_logits", "limit_top_k", "limit_top_p", "head._attention_bias"} <= set(
+        watched["addresses"]
+    )
     assert {name: found for name, found in watched["addresses"].items() if len(found) != 1} == {}
 
 
+def recorded_lattice(draft: dict[str, Any]) -> Lattice:
+    ids, edges = torch.tensor([draft["candidate_ids"]]), torch.tensor([draft["edge_logits"]])
+    return Lattice(ids, torch.log_softmax(torch.tensor([draft["logits"]]), dim=-1).gather(2, ids), edges)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["greedy", "sampled", "lora"])
-def test_proposals_are_the_candidates(results, name: str) -> None:
-    """Catches a proposal row with stale entries of an earlier step, or without one of its candidates."""
-    drafts = results[name]["drafts"]
+@pytest.mark.parametrize("name", ["sampled", "three candidates", "expected length"])
+def test_proposals_are_the_methods(results, name: str) -> None:
+    """Catches limits of another request, or none at all; a proposal with entries of an earlier step; candidates
+    beyond candidate_topk."""
+    kinds = set()
+    for draft in results[name]["drafts"]:
+        assert len(draft["candidate_ids"][0]) == (3 if name == "three candidates" else 8)
+        if draft["temperature"] == 0:
+            continue
+        limits = (torch.tensor([draft[key]]) for key in ("temperature", "top_k", "top_p"))
+        wanted = reference_proposals(
+            recorded_lattice(draft), torch.tensor([draft["logits"]]), Sampling(*limits), torch.tensor([draft["tokens"]])
+        )
+        rows = torch.softmax(torch.tensor([draft["draft_logits"]]) / draft["temperature"], dim=-1)
+        torch.testing.assert_close(rows, wanted, rtol=1e-3, atol=1e-6)
+        kinds.add((draft["request"], round(draft["temperature"], 2), draft["top_k"], round(draft["top_p"], 2)))
+    assert kinds == {(0, 1.0, VOCAB_SIZE, 1.0), (2, 0.7, 12, 0.9)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["greedy", "sampled", "three candidates", "expected length"])
+def test_requests_at_temperature_0_take_the_deterministic_walk(results, name: str) -> None:
+    """Catches a greedy request that shares noise with its batch, and an option that no runner reads."""
+    walk = expected_length_walk if name == "expected length" else greedy_walk
+    drafts = [draft for draft in results[name]["drafts"] if draft["temperature"] == 0]
     assert drafts
     for draft in drafts:
-        assert draft["proposed_ids"] == [sorted(slot) for slot in draft["candidate_ids"]]
+        lattice = recorded_lattice(draft)
+        assert draft["tokens"] == lattice.tokens(walk(lattice.edge_logits))[0].tolist()
 
 
 @pytest.mark.slow
 def test_sampling_is_seeded_and_leaves_greedy_requests_alone(results) -> None:
-    """Catches draft noise that is drawn from elsewhere than the request's seed."""
-    sampled, again, greedy = (results[name]["outputs"] for name in ("sampled", "sampled again", "greedy"))
-    assert sampled == again
+    """Catches draft noise that is drawn from elsewhere than the request's seed: its batch would change it."""
+    sampled, alone, greedy = (results[name]["outputs"] for name in ("sampled", "one of sampled", "greedy"))
+    assert sampled[0] == alone[0]
     assert sampled[1] == greedy[1]
     assert all(0 <= token < VOCAB_SIZE for token in sampled[0])
 
@@ -127,8 +167,11 @@ def test_sampling_is_seeded_and_leaves_greedy_requests_alone(results) -> None:
 @pytest.mark.slow
 def test_target_with_lora_drafts_as_without(results) -> None:
     """Catches an embedding wrapped for LoRA: the in-tree speculator refuses it."""
-    for key in ("outputs", "drafts"):
-        assert results["lora"][key] == results["greedy"][key]
+    assert results["lora"]["outputs"] == results["greedy"]["outputs"]
+    for ours, plain in zip(results["lora"]["drafts"], results["greedy"]["drafts"], strict=True):
+        assert [ours[key] for key in ("request", "tokens", "edge_logits")] == [
+            plain[key] for key in ("request", "tokens", "edge_logits")
+        ]
 
 
 class Vocabulary(VocabParallelEmbedding):

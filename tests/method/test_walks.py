@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks against step-by-step ones, and the sampled walk's draws against their own rows."""
+"""Walks against step-by-step ones and against brute force."""
 
+import itertools
+
+import pytest
 import torch
-from scipy import stats
 
-from vllm_lilicorr.method.walks import greedy_walk, sampled_walk
+from vllm_lilicorr.method.walks import DETERMINISTIC_WALKS, expected_length_walk, greedy_walk, oracle_walk
 
 
 def lattices(num_reqs: int, num_slots: int, top_k: int, seed: int = 0) -> torch.Tensor:
@@ -33,39 +35,49 @@ def test_greedy_ties_go_to_the_lower_rank() -> None:
     assert path.tolist() == [[0] * 4, [5] * 4, [0] * 4]
 
 
-def test_one_slot() -> None:
-    """Would catch a walk that assumes a second slot."""
-    edge_logits = lattices(2, 1, 4)
-    assert torch.equal(greedy_walk(edge_logits)[:, 0], edge_logits[:, 0, 0].argmax(-1))
+@pytest.mark.parametrize("name", DETERMINISTIC_WALKS)
+def test_one_slot_and_one_candidate(name: str) -> None:
+    """Would catch a walk that assumes a second slot or a second candidate."""
+    walk, edge_logits = DETERMINISTIC_WALKS[name], lattices(2, 1, 4)
+    assert torch.equal(walk(edge_logits)[:, 0], edge_logits[:, 0, 0].argmax(-1))
+    assert walk(lattices(2, 5, 1)).tolist() == [[0] * 5] * 2
 
 
-def test_sampled_rows_are_the_rows_that_were_drawn_from() -> None:
-    """Would catch proposal rows of another predecessor, another request or another temperature."""
-    edge_logits = lattices(6, 5, 4)
-    temperature = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0, 0.7])
-    noise = torch.empty(6, 5, 4).exponential_(generator=torch.Generator().manual_seed(1))
-    path, rows = sampled_walk(edge_logits, temperature, noise)
-    for row in range(6):
-        rank = 0
-        for slot in range(5):
-            if temperature[row] == 0:
-                wanted = torch.zeros(4)
-                wanted[edge_logits[row, slot, rank].argmax()] = 1
-            else:
-                wanted = torch.softmax(edge_logits[row, slot, rank] / temperature[row], dim=0)
-            torch.testing.assert_close(rows[row, slot], wanted)
-            rank = int(path[row, slot])
-    assert torch.equal(path[4], greedy_walk(edge_logits)[4])
+def expected_length(edge_logits: torch.Tensor, path: tuple[int, ...]) -> float:
+    """Expected accepted tokens of one path through [S, K, K]: the sum of its running products."""
+    rows = torch.softmax(edge_logits.double(), dim=-1)
+    total, product, previous = 0.0, 1.0, 0
+    for slot, rank in enumerate(path):
+        product *= float(rows[slot, previous, rank])
+        total, previous = total + product, rank
+    return total
 
 
-def test_sampled_walk_draws_from_its_rows() -> None:
-    """Would catch a race that favours a rank: chi-square over 50,000 whole paths, fixed seed."""
-    num_draws, num_slots, top_k = 50_000, 3, 3
-    edge_logits = lattices(1, num_slots, top_k).expand(num_draws, -1, -1, -1)
-    noise = torch.empty(num_draws, num_slots, top_k).exponential_(generator=torch.Generator().manual_seed(2))
-    path, _ = sampled_walk(edge_logits, torch.full((num_draws,), 1.3), noise)
-    probs = torch.softmax(edge_logits[0].double() / 1.3, dim=-1)
-    expected = torch.einsum("a,ab,bc->abc", probs[0, 0], probs[1], probs[2]).flatten()
-    observed = torch.bincount(path[:, 0] * 9 + path[:, 1] * 3 + path[:, 2], minlength=27)
-    result = stats.chisquare(observed.numpy(), (expected * num_draws).numpy())
-    assert result.pvalue > 1e-3, result
+def test_expected_length_is_the_best_of_all_paths() -> None:
+    """Would catch a programme that maximises the whole path's probability, or forgets the 1 of its own slot:
+    1,000 random lattices, every path of each."""
+    sizes = [(2, 4), (3, 3), (4, 2), (5, 2), (1, 5)]
+    improved = 0
+    for seed in range(1000):
+        num_slots, top_k = sizes[seed % len(sizes)]
+        edge_logits = lattices(1, num_slots, top_k, seed)
+        values = {
+            path: expected_length(edge_logits[0], path) for path in itertools.product(range(top_k), repeat=num_slots)
+        }
+        chosen = tuple(expected_length_walk(edge_logits)[0].tolist())
+        assert values[chosen] == pytest.approx(max(values.values()), abs=1e-6), (seed, chosen)
+        improved += values[chosen] > values[tuple(greedy_walk(edge_logits)[0].tolist())] + 1e-6
+    assert improved > 20
+
+
+def test_expected_length_ties_go_to_the_lower_rank() -> None:
+    """Would catch draws that depend on the reduction's order."""
+    assert expected_length_walk(torch.zeros(2, 4, 8, 8)).tolist() == [[0] * 4] * 2
+
+
+def test_oracle_ends_where_no_candidate_is_right() -> None:
+    """Would catch a prefix that goes on after a slot without the target's token."""
+    candidate_ids = torch.tensor([[[5, 6], [7, 8], [9, 4]]])
+    ranks, length = oracle_walk(candidate_ids, torch.tensor([[6, 7, 3]]))
+    assert (ranks.tolist(), length.tolist()) == ([[1, 0, 0]], [2])
+    assert oracle_walk(candidate_ids, torch.tensor([[1, 7, 9]]))[1].tolist() == [0]

@@ -15,9 +15,11 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3DecoderLayer
 
 from vllm_lilicorr.checkpoint.layout import HEAD_PREFIX, canonical_name, check_tensors
+from vllm_lilicorr.engine.options import Options
 from vllm_lilicorr.kernels.reference import merge_candidates, partial_candidates
 from vllm_lilicorr.method.geometry import DrafterGeometry
 from vllm_lilicorr.method.head import LiLiCorrHead
+from vllm_lilicorr.method.lattice import finite_log_probs
 
 
 class LiLiCorrBackbone(DFlashQwen3Model):
@@ -56,6 +58,7 @@ class LiLiCorrForCausalLM(DFlashQwen3ForCausalLM):
                 f"vocabulary of {vllm_config.model_config.get_vocab_size()}; use a drafter trained for this target."
             )
         self.has_own_lm_head = self.geometry.has_own_lm_head
+        self.top_k = Options.from_vllm_config(vllm_config).candidate_topk or self.geometry.top_k
 
     def compute_candidates(
         self,
@@ -63,17 +66,31 @@ class LiLiCorrForCausalLM(DFlashQwen3ForCausalLM):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The top-K of each row: ids [N, K] int64, best first, and their fp32 log-probabilities
         under the softmax over the full vocabulary (padding excluded, all ranks included).
+
+        Ids are tokens of the vocabulary whatever the logits; log-probabilities are finite.
         """
         head = self.lm_head
         logits = head.quant_method.apply(head, hidden_states)
-        top_k = self.geometry.top_k
-        values, ids, partition = partial_candidates(logits, top_k, head.shard_indices.num_org_vocab_padding)
         if get_tensor_model_parallel_world_size() == 1:
-            return ids, values - partition
+            return self._top_candidates(logits, head.shard_indices.num_org_vocab_padding)
+        values, ids, partition = partial_candidates(logits, self.top_k, head.shard_indices.num_org_vocab_padding)
         # Ids travel as fp32, exact below 2**24: the CPU build gathers no integers.
         ids = (ids + head.shard_indices.org_vocab_start_index).float()
         values, ids, partitions = (tensor_model_parallel_all_gather(part) for part in (values, ids, partition))
-        return merge_candidates(values, ids.long(), partitions, top_k)
+        ids, log_probs = merge_candidates(values, ids.long(), partitions, self.top_k)
+        return ids, finite_log_probs(log_probs)
+
+    def compute_candidates_and_logits(
+        self,
+        hidden_states: torch.Tensor,  # [N, D]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`compute_candidates` and the logits [N, V] over the full vocabulary, of every rank."""
+        logits = self.compute_logits(hidden_states)
+        return *self._top_candidates(logits), logits
+
+    def _top_candidates(self, logits: torch.Tensor, num_padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids, partition = partial_candidates(logits, self.top_k, num_padding)
+        return ids, finite_log_probs(values - partition)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Loads any naming of checkpoint/layout.py, after comparing every tensor with config.json.

@@ -6,6 +6,8 @@ scores the lattice, walks it, and hands the realised proposal rows to the
 rejection sampler.
 """
 
+import logging
+
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -13,40 +15,19 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
+from vllm_lilicorr.engine.options import Options
 from vllm_lilicorr.engine.target_layers import token_embedding, without_lora
 from vllm_lilicorr.engine.trace import LatticeTrace
-from vllm_lilicorr.method.walks import greedy_walk, sampled_walk
+from vllm_lilicorr.method.lattice import IMPOSSIBLE, Lattice, possible_edges
+from vllm_lilicorr.method.proposals import Noise, Sampling, sampled_walk
+from vllm_lilicorr.method.walks import DETERMINISTIC_WALKS, greedy_walk
 from vllm_lilicorr.settings import Settings
+
+logger = logging.getLogger("vllm.lilicorr")
 
 # On a CPU a head this narrow is faster in float32 than in bfloat16 (1.1 against 1.7 ms
 # for one request at width 128; equal at 256): small products, and norms that convert.
 FLOAT32_HEAD_WIDTH = 128
-
-
-class ProposalBuffer:
-    """Proposal distributions over the vocabulary, kept between steps.
-
-    Memory: 4 * V bytes a row, for as many rows (requests * slots) as any step has
-    needed. Only the K entries that the last step wrote are cleared.
-    """
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._probs = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
-        self._written: torch.Tensor | None = None
-
-    def fill(
-        self,
-        candidate_ids: torch.Tensor,  # [N, K] int64
-        rows: torch.Tensor,  # [N, K] fp32
-    ) -> torch.Tensor:
-        """Rows scattered to the vocabulary, [N, V] fp32, zero elsewhere; valid until the next call."""
-        num_rows, vocab_size = candidate_ids.shape[0], self._probs.shape[1]
-        if num_rows > self._probs.shape[0]:
-            self._probs = self._probs.new_zeros(num_rows, vocab_size)
-        elif self._written is not None:
-            self._probs[: self._written.shape[0]].scatter_(1, self._written, 0.0)
-        self._written = candidate_ids
-        return self._probs[:num_rows].scatter_(1, candidate_ids, rows)
 
 
 class LiLiCorrProposer(DFlashProposer):
@@ -65,11 +46,14 @@ class LiLiCorrProposer(DFlashProposer):
         settings = Settings.from_environment()
         traces = settings.trace_file and get_tensor_model_parallel_rank() == 0  # every rank has the same lattice
         self._trace = LatticeTrace(settings.trace_file, settings.trace_lines) if traces else None
-        self._proposals = ProposalBuffer(vllm_config.model_config.get_vocab_size(), device)
+        self._walk = DETERMINISTIC_WALKS.get(Options.from_vllm_config(vllm_config).walk, greedy_walk)
+        self._proposals = torch.empty(0, vllm_config.model_config.get_vocab_size(), device=device)
+        self._reported_broken = False
         self._anchor_hidden: torch.Tensor
         self._anchor_valid: torch.Tensor
         self._anchor_positions: torch.Tensor
         self._anchor_token_ids: torch.Tensor
+        self._walked: tuple[Lattice, torch.Tensor]  # of the last draft, and its path [R, S]
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
@@ -84,14 +68,28 @@ class LiLiCorrProposer(DFlashProposer):
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Runs the head once, so that no request pays for its first call."""
+        """Runs head and walks once, so that no request pays for their first call.
+
+        Raises:
+            ValueError: the drafter's own weights give scores that are no numbers.
+        """
         num_slots, width = self.num_speculative_tokens, self.hidden_size
-        states = torch.zeros(num_slots, width, dtype=self.dtype, device=self.device)
-        self._anchor_hidden = torch.zeros(1, width, dtype=self.dtype, device=self.device)
-        self._anchor_valid = torch.zeros(1, dtype=torch.bool, device=self.device)
-        _, _, edge_logits = self._lattice(states)
-        ones = torch.ones(edge_logits.shape[:3], device=self.device)
-        sampled_walk(edge_logits, ones[:, 0, 0], ones)
+        states = torch.ones(num_slots, width, dtype=self.dtype, device=self.device)
+        self._anchor_hidden = torch.ones(1, width, dtype=self.dtype, device=self.device)
+        self._anchor_valid = torch.ones(1, dtype=torch.bool, device=self.device)
+        candidate_ids, log_probs, logits = self.model.compute_candidates_and_logits(states)
+        edge_logits = self._score(candidate_ids, log_probs, states)
+        if not torch.isfinite(edge_logits).all():
+            raise ValueError(
+                f"The drafter {self.draft_model_config.model!r} scores its candidates with values that are not "
+                "numbers: weights of its correlator are NaN or infinite. Export the drafter again."
+            )
+        shape = edge_logits.shape[:3]
+        lattice = Lattice(candidate_ids.view(shape), log_probs.view(shape), edge_logits)
+        path = self._walk(edge_logits)
+        sampling = Sampling(torch.ones(1, device=self.device))
+        noise = Noise.empty(*shape, self.device).draw(generator=torch.Generator(self.device).manual_seed(0))
+        sampled_walk(lattice, logits.float().view(*shape[:2], -1), sampling, noise, path)
 
     def set_inputs_first_pass(
         self,
@@ -126,23 +124,73 @@ class LiLiCorrProposer(DFlashProposer):
             num_rejected_tokens_gpu,
         )
 
-    def _lattice(
+    def _score(
         self,
+        candidate_ids: torch.Tensor,  # [R * S, K] int64
+        log_probs: torch.Tensor,  # [R * S, K] fp32
         hidden_states: torch.Tensor,  # [R * S, D]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Candidate ids and log-probabilities [R, S, K], edge logits [R, S, K, K]."""
-        candidate_ids, log_probs = self.model.compute_candidates(hidden_states)
-        num_reqs = self._anchor_valid.shape[0]
-        candidate_ids = candidate_ids.view(num_reqs, self.num_speculative_tokens, -1)
-        log_probs = log_probs.view_as(candidate_ids)
-        edge_logits = self.model.model.lilicorr(
-            self._embed(candidate_ids),
-            log_probs,
-            hidden_states.view(num_reqs, self.num_speculative_tokens, -1),
+    ) -> torch.Tensor:
+        """Edge logits [R, S, K, K] of these candidates."""
+        num_reqs, num_slots = self._anchor_valid.shape[0], self.num_speculative_tokens
+        return self.model.model.lilicorr(
+            self._embed(candidate_ids).view(num_reqs, num_slots, self.model.top_k, -1),
+            log_probs.view(num_reqs, num_slots, -1),
+            hidden_states.view(num_reqs, num_slots, -1),
             self._anchor_hidden,
             self._anchor_valid,
         )
-        return candidate_ids, log_probs, edge_logits
+
+    def _defined(
+        self,
+        edge_logits: torch.Tensor,  # [R, S, K, K] fp32
+        log_probs: torch.Tensor,  # [R, S, K] fp32
+    ) -> torch.Tensor:
+        """Edge logits by which every walk is defined; says once whose drafts are not to be trusted."""
+        if self.device.type == "cpu":
+            if torch.isfinite(edge_logits.sum()) and log_probs.min() > IMPOSSIBLE:
+                return edge_logits
+            broken = (log_probs[:, :, 0] <= IMPOSSIBLE).any(1) | ~edge_logits.isfinite().flatten(1).all(1)
+            if broken.any() and not self._reported_broken:
+                self._reported_broken = True
+                rows = broken.nonzero()[:, 0].tolist()
+                logger.error(
+                    "The drafter %r gives logits or scores that are not numbers (first seen in request %s). Output "
+                    "stays right, but such drafts are guesses: try another prompt, or export the drafter again.",
+                    self.draft_model_config.model,
+                    ", ".join(self._runner.input_batch.req_ids[row] for row in rows),
+                )
+        return possible_edges(edge_logits, log_probs)
+
+    def _logits_as_rows(
+        self,
+        logits: torch.Tensor,  # [R * S, V]
+        log_probs: torch.Tensor,  # [R, S, K] fp32
+    ) -> torch.Tensor:
+        """The logits [R * S, V] fp32 in a buffer that is kept between steps; valid until the next call.
+
+        Memory: 4 * V bytes a row, for as many rows as any step has needed. A row that is
+        not a distribution counts as uniform.
+        """
+        num_rows = logits.shape[0]
+        if num_rows > self._proposals.shape[0]:
+            self._proposals = self._proposals.new_empty(num_rows, self._proposals.shape[1])
+        rows = self._proposals[:num_rows].copy_(logits)
+        rows[log_probs[:, :, 0].flatten() <= IMPOSSIBLE] = 0.0
+        return rows
+
+    def _noise(
+        self,
+        shape: torch.Size,  # R, S, K
+        generators: dict[int, torch.Generator],
+    ) -> Noise:
+        """Noise of one step. A seeded request uses its own generator, and only in steps whose drafts
+        count: how its prefill was cut into chunks must not move its stream."""
+        noise = Noise.empty(*shape, self.device).draw()
+        unfinished = self._runner.discard_request_mask.np
+        for row, generator in generators.items():
+            if not unfinished[row]:
+                noise.draw(row, generator)
+        return noise
 
     def _sample_draft_tokens(
         self,
@@ -150,25 +198,32 @@ class LiLiCorrProposer(DFlashProposer):
         sampling_metadata: SamplingMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draft tokens [R * S] int64 and, where requests sample, their proposals [R * S, V] fp32."""
-        candidate_ids, log_probs, edge_logits = self._lattice(hidden_states)
-        proposals = None
-        if sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs:
-            path = greedy_walk(edge_logits)
+        draws = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
+        if draws:
+            candidate_ids, log_probs, logits = self.model.compute_candidates_and_logits(hidden_states)
         else:
-            noise = torch.empty_like(log_probs).exponential_()
-            for row, generator in sampling_metadata.generators.items():
-                noise[row].exponential_(generator=generator)
-            path, rows = sampled_walk(edge_logits, sampling_metadata.temperature, noise)
-            proposals = self._proposals.fill(candidate_ids.flatten(0, 1), rows.flatten(0, 1))
-        draft_token_ids = candidate_ids.gather(2, path[:, :, None])[:, :, 0]
+            candidate_ids, log_probs = self.model.compute_candidates(hidden_states)
+        edge_logits = self._score(candidate_ids, log_probs, hidden_states)
+        shape = edge_logits.shape[:3]
+        log_probs = log_probs.view(shape)
+        edge_logits = self._defined(edge_logits, log_probs)
+        lattice = Lattice(candidate_ids.view(shape), log_probs, edge_logits)
+        path = self._walk(edge_logits)
+        proposals = None
+        if draws:
+            proposals = self._logits_as_rows(logits, log_probs)
+            sampling = Sampling(sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
+            noise = self._noise(shape, sampling_metadata.generators)
+            path, draft_token_ids = sampled_walk(lattice, proposals.view(*shape[:2], -1), sampling, noise, path)
+        else:
+            draft_token_ids = lattice.tokens(path)
+        self._walked = (lattice, path)
         if self._trace is not None:
             self._trace.write(
                 self._runner.input_batch.req_ids,
                 self._anchor_positions,
                 self._anchor_token_ids,
-                candidate_ids,
-                log_probs,
-                edge_logits,
+                lattice,
                 path,
                 draft_token_ids,
             )

@@ -118,6 +118,74 @@ V1_SEAMS = (
     ),
     Seam(
         "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer.propose",
+        (
+            "num_speculative_tokens",
+            "target_token_ids",
+            "target_positions",
+            "target_hidden_states",
+            "next_token_ids",
+            "token_indices_to_sample",
+            "common_attn_metadata",
+            "sampling_metadata",
+            "mm_embed_inputs",
+            "num_rejected_tokens_gpu",
+            "slot_mappings",
+        ),
+        "called by name of argument; suspends the drafter and shortens its proposals",
+        "an adaptive draft length on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer.initialize_attn_backend",
+        ("kv_cache_config", "kernel_block_sizes"),
+        "knows whether the drafter shares its KV-cache group with the target",
+        "an adaptive draft length on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer.prepare_next_token_ids_padded",
+        ("sampled_token_ids", "requests", "gpu_input_batch", "discard_request_mask"),
+        "loops over the requests, for nothing where one token each was sampled",
+        "an adaptive draft length on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.llm_base_proposer",
+        "SpecDecodeBaseProposer.prepare_inputs_padded",
+        ("common_attn_metadata", "spec_decode_metadata", "valid_sampled_tokens_count"),
+        "counts rejected tokens also where none were drafted",
+        "an adaptive draft length on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.dflash",
+        "DFlashProposer.dummy_run",
+        ("num_tokens", "use_cudagraphs", "is_graph_capturing", "slot_mappings"),
+        "the drafter's forward pass, timed by itself at start-up",
+        "an adaptive draft length on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.worker.worker_base",
+        "WorkerBase.compile_or_warm_up_model",
+        (),
+        "models are loaded, compiled and have their caches: the time to measure what a step costs",
+        "an adaptive draft length on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._sample",
+        ("logits", "spec_decode_metadata"),
+        "the rejection sampler copies all logits even where nothing was drafted",
+        "an adaptive draft length on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._dummy_run",
+        None,
+        "the target's forward pass, timed at start-up",
+        "an adaptive draft length on model runner V1 in vLLM",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.llm_base_proposer",
         "SpecDecodeBaseProposer.load_model",
         ("target_model",),
         "gives the target's token embedding to the head",
@@ -134,6 +202,14 @@ CPU_SEAMS = (
         "a vLLM CPU build whose expand kernel writes to its output",
     ),
     Seam(
+        "vllm.v1.sample.rejection_sampler",
+        "apply_sampling_constraints",
+        ("logits", "cu_num_draft_tokens", "sampling_metadata"),
+        "a step in which nothing was drafted for requests with top-k ends the CPU build's engine: it asks for the "
+        "largest of no values",
+        "a vLLM whose top-k takes no rows",
+    ),
+    Seam(
         "vllm.model_executor.models.qwen3_dflash",
         "DFlashQwen3Model._normalize_context_k",
         ("all_k",),
@@ -141,6 +217,16 @@ CPU_SEAMS = (
         "the first layer's k_norm, which costs acceptance and says nothing",
         "a vLLM CPU build whose rms_norm takes one weight per layer",
     ),
+)
+_WHOLE_PROPOSALS = "proposals over the whole vocabulary in vLLM's candidate walk"
+_LIMITS = "top-k and top-p among propose's parameters"
+_GENERATE_DRAFT = (
+    "num_reqs",
+    "num_tokens_padded",
+    "attn_metadata",
+    "slot_mappings",
+    "num_tokens_across_dp",
+    "cudagraph_runtime_mode",
 )
 V2_SEAMS = (
     Seam(
@@ -170,6 +256,87 @@ V2_SEAMS = (
         ("candidate_ids", "unary_logits", "hidden_states"),
         "calls this plugin's head as the drafter's model.lilicorr",
         _METHOD_REGISTRY,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.dflash2.speculator",
+        "DFlash2Speculator._generate_draft",
+        _GENERATE_DRAFT,
+        "the in-tree one draws from the K candidates only",
+        _WHOLE_PROPOSALS,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.dflash.speculator",
+        "DFlashSpeculator._run_model",
+        ("num_tokens", *_GENERATE_DRAFT[2:]),
+        "runs the backbone for it",
+        _WHOLE_PROPOSALS,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.dflash2.speculator",
+        "CandidateSampler.__init__",
+        ("max_num_reqs", "num_steps", "top_k", "device"),
+        "walks over one more candidate per slot where requests sample, or over fewer (candidate_topk)",
+        _WHOLE_PROPOSALS,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.dflash2.speculator",
+        "CandidateSampler.sample",
+        (
+            "candidate_ids",
+            "scores",
+            "num_reqs",
+            "sample_pos",
+            "idx_mapping",
+            "temperature",
+            "seeds",
+            "draft_tokens",
+            "draft_logits",
+            "use_fp64",
+        ),
+        "walks the lattice by Gumbel-max; realised rows are left in its scores",
+        _WHOLE_PROPOSALS,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.dflash2.speculator",
+        "CandidateSampler._cache_draft_logits",
+        ("candidate_ids", "num_sample", "idx_mapping", "draft_logits"),
+        "the in-tree one erases the candidates of the step before, which are other tokens now",
+        _WHOLE_PROPOSALS,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.sample.gumbel",
+        "gumbel_sample",
+        None,
+        "draws the token from elsewhere with the noise that the walk compares with; called by keywords",
+        _WHOLE_PROPOSALS,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator._maybe_predict_acceptance",
+        ("logits", "idx_mapping", "draft_step"),
+        "adaptive verification reads the proposals",
+        _WHOLE_PROPOSALS,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.spec_decode.dflash.speculator",
+        "DFlashSpeculator.propose",
+        None,
+        "the last call before a graph is replayed: top-k and top-p are copied to where the graph reads them",
+        _LIMITS,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner",
+        None,
+        "its speculator gets a weak reference to it: propose is told temperatures and seeds only",
+        _LIMITS,
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.sample.states",
+        "SamplingStates.__init__",
+        ("max_num_reqs", "vocab_size"),
+        "holds top_k and top_p by request state",
+        _LIMITS,
     ),
 )
 ALL_SEAMS = CONFIG_SEAMS + V1_SEAMS + CPU_SEAMS + V2_SEAMS
@@ -267,7 +434,9 @@ def _accept_method() -> None:
     from vllm.platforms import current_platform
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
+    from vllm_lilicorr.engine.options import KEY
     from vllm_lilicorr.engine.speculative_config import refuse_pipeline_parallel, translate
+    from vllm_lilicorr.settings import Settings
 
     original = EngineArgs.create_speculative_config
 
@@ -282,9 +451,14 @@ def _accept_method() -> None:
         # Nothing to translate, or a key given twice: vLLM's own answer.
         if (config or flags) and not config.keys() & flags.keys():
             given = config | flags
-            self.speculative_config = translate(given, read_config, target_model_config.hf_text_config)
-            if self.speculative_config != given and current_platform.is_cpu():
-                refuse_pipeline_parallel(target_parallel_config.pipeline_parallel_size)
+            if KEY in self.additional_config:  # these arguments were translated before
+                given = {KEY: self.additional_config[KEY]} | given
+            walk = Settings.from_environment().walk
+            self.speculative_config, options = translate(given, read_config, target_model_config.hf_text_config, walk)
+            if options is not None:
+                self.additional_config = {**self.additional_config, KEY: options.to_mapping()}
+                if current_platform.is_cpu():
+                    refuse_pipeline_parallel(target_parallel_config.pipeline_parallel_size)
             self.spec_method = self.spec_model = self.spec_tokens = None
         return original(self, target_model_config, target_parallel_config)
 
@@ -352,7 +526,13 @@ def _install_worker_seams_on_init_device() -> None:
     def init_device(self):
         if self.vllm_config.speculative_config is not None:
             install_worker(self.vllm_config)
-        return original(self)
+        result = original(self)
+        if drafts_with_lilicorr(self.vllm_config):
+            if self.vllm_config.use_v2_model_runner:
+                _introduce_runner(self.worker.model_runner)
+            else:
+                _adapt(self.worker)
+        return result
 
     WorkerWrapperBase.init_device = init_device
 
@@ -383,6 +563,7 @@ def install_worker(vllm_config: Any) -> None:
         return
     if on_cpu:
         expand_exactly()
+        constrain_no_rows()
         normalize_each_layer()
     if ours and uses_v2:
         _speculate_on_v2()
@@ -394,7 +575,7 @@ def install_worker(vllm_config: Any) -> None:
 def _propose_on_v1() -> None:
     from vllm.v1.worker import gpu_model_runner
 
-    from vllm_lilicorr.engine.proposer import LiLiCorrProposer
+    from vllm_lilicorr.engine.adaptive_proposer import AdaptiveProposer
 
     plain = gpu_model_runner.DFlashProposer
 
@@ -404,10 +585,33 @@ def _propose_on_v1() -> None:
         def __new__(cls, vllm_config, device, runner=None):
             return object.__new__(_Proposer if drafts_with_lilicorr(vllm_config) else cls)
 
-    class _Proposer(LiLiCorrProposer, DFlashProposer):
+    class _Proposer(AdaptiveProposer, DFlashProposer):
         """Ours, and an instance of the name that the runner checks."""
 
     gpu_model_runner.DFlashProposer = DFlashProposer
+
+
+def _adapt(worker: Any) -> None:
+    """Lets a V1 proposer adapt its length: it measures both models when they are loaded, compiled and have
+    their caches, and a step that verifies nothing samples as without speculation."""
+    runner = worker.model_runner
+    if not getattr(runner.drafter, "adapts", False):
+        return
+    warm_up, sample = worker.compile_or_warm_up_model, runner._sample
+
+    @functools.wraps(warm_up)
+    def compile_or_warm_up_model():
+        result = warm_up()
+        runner.drafter.start_adapting()
+        return result
+
+    @functools.wraps(sample)
+    def _sample(logits, spec_decode_metadata):
+        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+            spec_decode_metadata = None
+        return sample(logits, spec_decode_metadata)
+
+    worker.compile_or_warm_up_model, runner._sample = compile_or_warm_up_model, _sample
 
 
 @functools.cache
@@ -426,6 +630,22 @@ def expand_exactly() -> None:
         return x.repeat_interleave(counts, output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+@functools.cache
+def constrain_no_rows() -> None:
+    """Lets steps without a single drafted token pass the CPU build's top-k."""
+    from vllm.v1.sample import rejection_sampler
+
+    original = rejection_sampler.apply_sampling_constraints
+
+    @functools.wraps(original)
+    def apply_sampling_constraints(logits, cu_num_draft_tokens, sampling_metadata):
+        if logits.shape[0] == 0:
+            return logits
+        return original(logits, cu_num_draft_tokens, sampling_metadata)
+
+    rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
 
 
 @functools.cache
@@ -454,3 +674,8 @@ def _speculate_on_v2() -> None:
     from vllm_lilicorr.engine.speculator import LiLiCorrSpeculator
 
     speculator.LiLiCorrSpeculator = LiLiCorrSpeculator
+
+
+def _introduce_runner(runner: Any) -> None:
+    if runner.speculator is not None:  # the last pipeline stage's
+        runner.speculator.meet_runner(runner)

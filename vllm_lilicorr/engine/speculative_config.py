@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from vllm_lilicorr.engine.options import KEY, Options
 from vllm_lilicorr.method.geometry import ARCHITECTURE, DrafterGeometry, is_lilicorr_config
 
 METHOD = "lilicorr"
@@ -25,16 +26,19 @@ def translate(
     raw: Mapping[str, Any],
     read_config: Callable[[str, str | None], Mapping[str, Any] | None],
     target_config: PretrainedConfig,
-) -> dict[str, Any]:
-    """A speculative config for vLLM, with what the checkpoint knows filled in.
+    default_walk: str | None = None,
+) -> tuple[dict[str, Any], Options | None]:
+    """A speculative config for vLLM, with what the checkpoint knows filled in, and our own options.
 
     Args:
         raw: the user's keys, with underscores.
         read_config: drafter and revision to its config.json, None where there is none.
         target_config: the target's (text) configuration.
+        default_walk: the walk where the user's keys name none.
 
     A value that the user set is never replaced. Only a checkpoint's content makes it
-    LiLiCorr: with the method "dflash" or none, any other drafter comes back unchanged.
+    LiLiCorr: with the method "dflash" or none, any other drafter comes back unchanged,
+    without options.
 
     Raises:
         ValueError: a value is outside what this drafter or pair allows.
@@ -42,21 +46,21 @@ def translate(
     config = dict(raw)
     method, model = config.get("method"), config.get("model")
     if method not in (METHOD, VLLM_METHOD, None):
-        return config
+        return config, None
     if not model:
         if method == VLLM_METHOD:
-            return config
+            return config, None
         raise ValueError(f"The speculative config {config!r} names no drafter. {_LOST_OBJECT}")
     if method is None and "/" not in model:  # a built-in method's name, or a dotted class
-        return config
+        return config, None
     drafter_config = read_config(model, config.get("revision"))
     if drafter_config is None or not is_lilicorr_config(drafter_config):
-        if method != METHOD:
-            return config
+        if method != METHOD and KEY not in config:
+            return config, None
         found = "no config.json" if drafter_config is None else f"architectures {drafter_config.get('architectures')}"
         raise ValueError(
-            f'method "{METHOD}" needs a {ARCHITECTURE} checkpoint, but {model!r} has {found}. '
-            'Name a LiLiCorr drafter, or use method "dflash" for a plain DFlash one.'
+            f'"{METHOD}" needs a {ARCHITECTURE} checkpoint, but {model!r} has {found}. Name a LiLiCorr drafter, '
+            f'or use method "dflash" without "{KEY}" options for a plain DFlash one.'
         )
     geometry = DrafterGeometry.from_config(drafter_config)
     config["method"] = VLLM_METHOD
@@ -67,10 +71,31 @@ def translate(
             "length, fixed at start; leave it out, and choose one num_speculative_tokens."
         )
     _check_pair(model, geometry, target_config)
+    options = _take_options(config, geometry, default_walk)
     config.setdefault("num_speculative_tokens", geometry.num_slots)
     if config.get("rejection_sample_method", "standard") == "standard":
-        config.setdefault("draft_sample_method", "probabilistic")
-    return config
+        config.setdefault("draft_sample_method", "greedy" if options.walk == "greedy" else "probabilistic")
+    return config, options
+
+
+def _take_options(config: dict[str, Any], geometry: DrafterGeometry, default_walk: str | None) -> Options:
+    """Our own keys, taken out of the speculative config."""
+    given = config.pop(KEY, {})
+    options = Options.from_mapping(
+        {"walk": default_walk} | given if default_walk and isinstance(given, Mapping) else given
+    )
+    if options.candidate_topk is not None and options.candidate_topk > geometry.top_k:
+        raise ValueError(
+            f"candidate_topk={options.candidate_topk}, but this drafter was trained with {geometry.top_k} candidates "
+            f"per slot; use 1..{geometry.top_k}."
+        )
+    draws = config.get("draft_sample_method")
+    if (options.walk, draws) == ("greedy", "probabilistic"):
+        raise ValueError(
+            'walk="greedy" draws nothing, but draft_sample_method="probabilistic" asks for drawn drafts; '
+            'leave one of them out, or use walk="sampled".'
+        )
+    return options
 
 
 def refuse_pipeline_parallel(size: int) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from vllm_lilicorr.method.lattice import Lattice
+
 
 class LatticeTrace:
     """Appends lattices to a file; a line is written whole or not at all."""
@@ -25,10 +27,8 @@ class LatticeTrace:
         request_ids: list[str],
         anchor_positions: torch.Tensor,  # [R] int64
         anchor_token_ids: torch.Tensor,  # [R] int64
-        candidate_ids: torch.Tensor,  # [R, S, K] int64
-        log_probs: torch.Tensor,  # [R, S, K] fp32
-        edge_logits: torch.Tensor,  # [R, S, K, K] fp32
-        path: torch.Tensor,  # [R, S] int64 ranks
+        lattice: Lattice,
+        path: torch.Tensor,  # [R, S] int64 ranks; K for a token from outside the candidates
         draft_token_ids: torch.Tensor,  # [R, S] int64
     ) -> None:
         for row, request_id in enumerate(request_ids):
@@ -39,9 +39,9 @@ class LatticeTrace:
                 "request_id": request_id,
                 "anchor_position": int(anchor_positions[row]),
                 "anchor_token_id": int(anchor_token_ids[row]),
-                "candidate_ids": candidate_ids[row].tolist(),
-                "log_probs": log_probs[row].tolist(),
-                "edge_logits": edge_logits[row].tolist(),
+                "candidate_ids": lattice.candidate_ids[row].tolist(),
+                "log_probs": lattice.log_probs[row].tolist(),
+                "edge_logits": lattice.edge_logits[row].tolist(),
                 "path": path[row].tolist(),
                 "draft_token_ids": draft_token_ids[row].tolist(),
             }

@@ -4,12 +4,16 @@
 Edge logits have shape [R, S, K, K] (fp32): entry [r, s, i, j] scores candidate j
 of slot s after candidate i of slot s - 1. Slot 0 follows the anchor alone, so its
 K rows are equal and row 0 is read.
+
+These walks are deterministic; proposals.py draws a path for requests that sample.
 """
+
+from collections.abc import Callable
 
 import torch
 
 
-def _follow(
+def follow(
     choices: torch.Tensor,  # [R, S, K] int64: best next rank after each predecessor rank
 ) -> torch.Tensor:
     """The path [R, S] that starts at the anchor and takes each row's choice."""
@@ -28,32 +32,45 @@ def greedy_walk(
 
     Ties go to the lower rank.
     """
-    return _follow(edge_logits.argmax(dim=-1))
+    return follow(edge_logits.argmax(dim=-1))
 
 
-def sampled_walk(
+def expected_length_walk(
     edge_logits: torch.Tensor,  # [R, S, K, K] fp32
-    temperature: torch.Tensor,  # [R] fp32; 0 walks that request greedily
-    noise: torch.Tensor,  # [R, S, K] fp32, independent draws of the exponential distribution
+) -> torch.Tensor:
+    """The path with the largest expected number of accepted tokens, as ranks [R, S] int64.
+
+    With p the softmax of each edge row, it maximises the sum over t of the product of
+    p along the first t slots: acceptance counts the longest correct prefix, so a slot is
+    worth what it makes reachable. By dynamic programming from the last slot back,
+    E_s(i) = max_j p_s(j | i) (1 + E_{s+1}(j)) with E_S = 0. Ties go to the lower rank.
+    """
+    probs = torch.softmax(edge_logits, dim=-1)
+    beyond = probs.new_zeros(probs.shape[0], 1, probs.shape[-1])
+    choices = []
+    for slot in reversed(range(probs.shape[1])):
+        best = (probs[:, slot] * (1 + beyond)).max(dim=-1)
+        beyond = best.values[:, None]
+        choices.append(best.indices)
+    return follow(torch.stack(choices[::-1], dim=1))
+
+
+def oracle_walk(
+    candidate_ids: torch.Tensor,  # [R, S, K] int64
+    continuation: torch.Tensor,  # [R, S] int64: what the target says in these slots
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws each slot's candidate from softmax(z / T) of the row that was reached.
+    """The best path that any walk could have taken: a diagnostic, since it knows the answer.
 
     Returns:
-        path [R, S] int64 ranks, and rows [R, S, K] fp32: the probabilities that
-        each rank was drawn from, summing to 1; a greedy request's row is one-hot.
-
-    A draw takes the candidate with the smallest noise / probability (exponential
-    races), so one noise value serves every predecessor of a slot: only the row
-    that the walk reaches uses it.
+        ranks [R, S] int64 (0 where the target's token is no candidate), and the number of
+        slots, from the first on, whose token was among the candidates, [R] int64.
     """
-    is_greedy = temperature == 0
-    scale = torch.where(is_greedy, torch.ones_like(temperature), temperature).view(-1, 1, 1, 1)
-    probs = torch.softmax(edge_logits / scale, dim=-1)
-    drawn = (probs / noise[:, :, None, :]).argmax(dim=-1)
-    choices = torch.where(is_greedy.view(-1, 1, 1), edge_logits.argmax(dim=-1), drawn)
-    path = _follow(choices)
-    previous = torch.cat((torch.zeros_like(path[:, :1]), path[:, :-1]), dim=1)
-    top_k = edge_logits.shape[-1]
-    rows = probs.gather(2, previous[:, :, None, None].expand(-1, -1, 1, top_k))[:, :, 0]
-    one_hot = torch.zeros_like(rows).scatter_(2, path[:, :, None], 1.0)
-    return path, torch.where(is_greedy.view(-1, 1, 1), one_hot, rows)
+    hits = candidate_ids == continuation[:, :, None]
+    return hits.long().argmax(dim=-1), hits.any(dim=-1).long().cumprod(dim=1).sum(dim=1)
+
+
+# What a request at temperature 0 may walk by.
+DETERMINISTIC_WALKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "greedy": greedy_walk,
+    "expected-length": expected_length_walk,
+}
