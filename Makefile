@@ -1,6 +1,6 @@
 # make demo    the embedded pair served by vLLM, with LiLiCorr and without
 # make test    the whole test suite
-# make bench   tokens per second: no speculation, plain DFlash, LiLiCorr
+# make bench   tokens per second: no speculation, plain DFlash, LiLiCorr; adaptive draft length by load
 #
 # Each sets up .venv first, if it is missing or pyproject.toml has changed. Once that
 # is done, none of them needs a network.
@@ -32,6 +32,7 @@ demo: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@.venv/bin/lilicorr bench-pair $(ARGS)
+	.venv/bin/lilicorr bench-adaptive
 
 test: $(INSTALLED)
 	@export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1

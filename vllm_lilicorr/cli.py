@@ -54,14 +54,34 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--output", type=Path, default=Path("lilicorr-bench.json"), help="results")
     bench.set_defaults(run=_bench_pair)
 
+    acceptance = verbs.add_parser("acceptance", help="tokens per step by walk, by sampling, by candidates and length")
+    _add_pair_options(acceptance, with_method=False)
+    acceptance.add_argument("--prompts", type=int, default=96, help="held-out prompts (default: 96)")
+    acceptance.add_argument("--max-tokens", type=int, default=96, help="per prompt (default: 96)")
+    acceptance.add_argument("--dtype", default="auto", help="vLLM's --dtype (default: auto)")
+    acceptance.add_argument("--only", nargs="+", default=[], metavar="VARIANT", help="some variants (default: all)")
+    acceptance.add_argument("--output", type=Path, default=Path("lilicorr-acceptance.json"), help="results")
+    acceptance.set_defaults(run=_acceptance)
+
+    adaptive = verbs.add_parser("bench-adaptive", help="adaptive draft length: tokens/s over no speculation, by load")
+    _add_pair_options(adaptive, with_method=False)
+    adaptive.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="requests in flight")
+    adaptive.add_argument("--repeats", type=int, default=6, help="paired runs of every load (default: 6)")
+    adaptive.add_argument("--seconds", type=float, default=1.5, help="about, per run and phase (default: 1.5)")
+    adaptive.add_argument("--dtype", default="auto", help="vLLM's --dtype (default: auto)")
+    adaptive.add_argument("--compiled", action="store_true", help="compile (default: eager)")
+    adaptive.add_argument("--output", type=Path, default=Path("lilicorr-adaptive.json"), help="results")
+    adaptive.set_defaults(run=_bench_adaptive)
+
     verbs.add_parser("version", help="print versions").set_defaults(run=_version)
     return parser
 
 
-def _add_pair_options(parser: argparse.ArgumentParser) -> None:
+def _add_pair_options(parser: argparse.ArgumentParser, with_method: bool = True) -> None:
     parser.add_argument("--target", type=Path, help="folder (default: the embedded target)")
     parser.add_argument("--drafter", type=Path, help="folder (default: the embedded drafter)")
-    parser.add_argument("--method", default="lilicorr", help="speculation method")
+    if with_method:
+        parser.add_argument("--method", default="lilicorr", help="speculation method")
 
 
 def _serve(arguments: list[str], dry_run: bool) -> int:
@@ -111,6 +131,41 @@ def _bench_pair(options: argparse.Namespace) -> int:
         output=options.output,
     )
     return run_bench(chosen, Console(highlight=False))
+
+
+def _acceptance(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from vllm_lilicorr.measure.acceptance_table import AcceptanceOptions, run_acceptance
+    from vllm_lilicorr.measure.embedded_pair import find_pair
+
+    chosen = AcceptanceOptions(
+        pair=find_pair(options.target, options.drafter),
+        num_prompts=options.prompts,
+        max_tokens=options.max_tokens,
+        dtype=options.dtype,
+        only=tuple(options.only),
+        output=options.output,
+    )
+    return run_acceptance(chosen, Console(highlight=False))
+
+
+def _bench_adaptive(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from vllm_lilicorr.measure.adaptive_bench import AdaptiveOptions, run_adaptive_bench
+    from vllm_lilicorr.measure.embedded_pair import find_pair
+
+    chosen = AdaptiveOptions(
+        pair=find_pair(options.target, options.drafter),
+        concurrency=tuple(options.concurrency),
+        repeats=options.repeats,
+        seconds=options.seconds,
+        dtype=options.dtype,
+        compiled=options.compiled,
+        output=options.output,
+    )
+    return run_adaptive_bench(chosen, Console(highlight=False))
 
 
 def _version(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ class Run:
     tokens: int
     counts: SpeculationCounts
     token_ids: list[list[int]]
+    steps: tuple[int, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -67,14 +68,28 @@ class EngineClient:
             pass
         self._process.wait()
 
-    def run(self, prompts: list[str], concurrency: int, max_tokens: int) -> Run:
+    def run(self, prompts: list[str], concurrency: int, max_tokens: int, sampling: dict[str, Any] | None = None) -> Run:
         """Completes the prompts; see engine_worker.run."""
         before = self._cpu_seconds()
-        answer = self._ask({"prompts": prompts, "concurrency": concurrency, "max_tokens": max_tokens})
+        request = {"prompts": prompts, "concurrency": concurrency, "max_tokens": max_tokens, "sampling": sampling}
+        answer = self._ask(request)
         self._busy_cpu_seconds += self._cpu_seconds() - before
         counts = answer["counts"]
         counts["accepted_by_position"] = tuple(counts["accepted_by_position"])
-        return Run(answer["seconds"], answer["tokens"], SpeculationCounts(**counts), answer["token_ids"])
+        return Run(
+            answer["seconds"],
+            answer["tokens"],
+            SpeculationCounts(**counts),
+            answer["token_ids"],
+            tuple(answer["steps"]),
+        )
+
+    def run_load(self, requests: dict[str, list[dict[str, Any]]], phases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Keeps the engine under a steady load; see load.run_load."""
+        before = self._cpu_seconds()
+        answer = self._ask({"requests": requests, "phases": phases})
+        self._busy_cpu_seconds += self._cpu_seconds() - before
+        return answer["phases"]
 
     def waiting_cpu_seconds(self) -> float:
         """Processor time used since loading outside of runs: what the other engines were robbed of."""

@@ -2,8 +2,8 @@
 """A vLLM engine in a process of its own, driven over its standard input and output.
 
 One JSON object per line each way. The first line in is the engine's arguments; every
-further one is a run: {"prompts": [...], "concurrency": n, "max_tokens": n}. What vLLM
-prints goes to standard error. Between runs the engine does nothing at all.
+further one is a run: {"prompts": [...], "concurrency": n, "max_tokens": n, "sampling":
+{...} or left out}. What vLLM prints goes to standard error. Between runs the engine does nothing at all.
 """
 
 import json
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from vllm_lilicorr.measure.acceptance import SpeculationCounts
+from vllm_lilicorr.measure.load import run_load
 
 
 def main() -> None:
@@ -27,25 +28,34 @@ def main() -> None:
     llm = LLM(**engine_arguments, disable_log_stats=False)
     _answer(answers, {"ready": True})
     for line in sys.stdin:
-        _answer(answers, run(llm, **json.loads(line)))
+        request = json.loads(line)
+        if "phases" in request:
+            _answer(answers, {"phases": run_load(llm, **request)})
+        else:
+            _answer(answers, run(llm, **request))
 
 
-def run(llm: Any, prompts: list[str], concurrency: int, max_tokens: int) -> dict[str, Any]:
-    """Completes all prompts greedily, `concurrency` of them in flight as long as any wait.
+def run(
+    llm: Any, prompts: list[str], concurrency: int, max_tokens: int, sampling: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Completes all prompts, `concurrency` of them in flight as long as any wait.
 
     Every request yields exactly `max_tokens` tokens, so that all kinds of drafting
-    do the same work.
+    do the same work. `sampling` are fields of vLLM's SamplingParams, temperature 0 by default.
 
     Returns:
-        seconds, tokens, counts (fields of SpeculationCounts), token_ids (by prompt).
+        seconds, tokens, counts (fields of SpeculationCounts), and by prompt: token_ids,
+        and steps, the engine steps that yielded them.
     """
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    sampling = {"temperature": 0, **(sampling or {})}
+    parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
     engine = llm.llm_engine
     before = SpeculationCounts.from_engine(llm.get_metrics())
     waiting: Iterator[tuple[int, str]] = iter(enumerate(prompts))
     token_ids: dict[int, list[int]] = {}
+    steps = [0] * len(prompts)
     in_flight = 0
     exhausted = False
     began = time.perf_counter()
@@ -60,6 +70,7 @@ def run(llm: Any, prompts: list[str], concurrency: int, max_tokens: int) -> dict
         if not in_flight:
             break
         for output in engine.step():
+            steps[int(output.request_id)] += 1
             if output.finished:
                 token_ids[int(output.request_id)] = list(output.outputs[0].token_ids)
                 in_flight -= 1
@@ -71,6 +82,7 @@ def run(llm: Any, prompts: list[str], concurrency: int, max_tokens: int) -> dict
         "tokens": sum(len(ids) for ids in ordered),
         "counts": vars(counts),
         "token_ids": ordered,
+        "steps": steps,
     }
 
 
