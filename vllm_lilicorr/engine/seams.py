@@ -540,7 +540,7 @@ def _install_worker_seams_on_init_device() -> None:
 def install_worker(vllm_config: Any) -> None:
     """Replaces the seams that this engine's workers need. Safe to call again.
 
-    On the CPU build that includes two cures of vLLM that every drafter needs.
+    On the CPU build that includes the cures of vLLM that every drafter needs.
 
     Raises:
         ValueError: LiLiCorr was asked for and a seam of the worker does not fit.

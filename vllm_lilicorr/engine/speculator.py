@@ -33,7 +33,7 @@ from vllm_lilicorr.kernels.store_candidates import store_candidates
 from vllm_lilicorr.method.lattice import IMPOSSIBLE, Lattice, possible_edges
 from vllm_lilicorr.method.proposals import Sampling
 from vllm_lilicorr.method.scores import proposal_scores
-from vllm_lilicorr.method.walks import expected_length_walk
+from vllm_lilicorr.method.walks import expected_length_walk, rows_along
 
 
 class ProposalSampler(CandidateSampler):
@@ -216,12 +216,10 @@ class LiLiCorrSpeculator(InTreeSpeculator):
 
     def _take_longest(self, lattice: Lattice, sampling: Sampling | None) -> None:
         """Gives requests that do not sample the path of the largest expected length."""
-        num_reqs, num_slots, top_k = lattice.candidate_ids.shape
+        num_reqs, _, top_k = lattice.candidate_ids.shape
         path = expected_length_walk(lattice.edge_logits)
         tokens = lattice.tokens(path)
-        previous = torch.cat((torch.zeros_like(path[:, :1]), path[:, :-1]), dim=1)
-        previous = previous[:, :, None, None].expand(-1, -1, 1, top_k)
-        realised = lattice.edge_logits.gather(2, previous)[:, :, 0]
+        realised = rows_along(lattice.edge_logits, path)
         drafts, scores = self.draft_tokens[:num_reqs], self.candidate_sampler.scores[:num_reqs]
         if sampling is not None:
             draws = (sampling.temperature > 0)[:, None]

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vllm_lilicorr.measure.bench_engines import block_size, engine_arguments
 from vllm_lilicorr.measure.embedded_pair import Pair
 from vllm_lilicorr.measure.engine_client import EngineClient, Run
 from vllm_lilicorr.measure.held_out_text import held_out_text
@@ -92,9 +93,9 @@ def run_acceptance(options: AcceptanceOptions, console: Console) -> int:
     """
     config = json.loads((options.pair.drafter / "config.json").read_text())
     nested = config.get("dflash_config") or {}
-    block_size = config.get("block_size") or nested["block_size"]
+    num_slots = block_size(options.pair.drafter) - 1
     top_k = nested.get("lilicorr_candidate_topk") or config["lilicorr_candidate_topk"]
-    variants = variants_of(top_k, block_size - 1)
+    variants = variants_of(top_k, num_slots)
     names = [variant.name for variant in variants]
     if unknown := set(options.only) - set(names):
         raise ValueError(f"{sorted(unknown)[0]!r} is no variant; use some of: {', '.join(names)}.")
@@ -107,17 +108,9 @@ def run_acceptance(options: AcceptanceOptions, console: Console) -> int:
             if options.only and variant.name not in options.only:
                 continue
             method, drafter = ("dflash", alone) if variant.dflash else ("lilicorr", options.pair.drafter)
-            speculative = {"method": method, "model": str(drafter), "num_speculative_tokens": block_size - 1}
-            arguments = {
-                "model": str(options.pair.target),
-                "dtype": options.dtype,
-                "enforce_eager": True,
-                "max_model_len": 1024,
-                "max_num_seqs": CONCURRENCY,
-                "enable_prefix_caching": False,
-                "seed": 0,
-                "speculative_config": speculative | variant.config,
-            }
+            speculative = {"method": method, "model": str(drafter), "num_speculative_tokens": num_slots}
+            config = speculative | variant.config
+            arguments = engine_arguments(options.pair, config, CONCURRENCY, options.dtype) | {"seed": 0}
             log_file = Path(f"{options.output.with_suffix('')}.log")
             engine = EngineClient(variant.name, arguments, log_file)
             with console.status(f"{variant.name} (log: {log_file})"), engine:

@@ -9,7 +9,6 @@ loaded first and take turns, there and back, on the same requests.
 
 import json
 import math
-import os
 import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vllm_lilicorr.measure.bench_engines import engine_arguments, machine_is_ready, start_engines
 from vllm_lilicorr.measure.embedded_pair import Pair
 from vllm_lilicorr.measure.engine_client import EngineClient
 from vllm_lilicorr.measure.prompt_files import load_prompts
 from vllm_lilicorr.measure.provenance import provenance
-from vllm_lilicorr.serving.preflight import Findings, busy_cores, check_load, check_machine
 
 NONE, ADAPTIVE = "none", "adaptive"
 FIXED_LENGTHS = (3, 7)
@@ -59,12 +58,7 @@ class AdaptiveOptions:
 
 def run_adaptive_bench(options: AdaptiveOptions, console: Console) -> int:
     """Measures, prints the table, writes the file; returns the exit code."""
-    findings = Findings()
-    check_machine(findings, NEEDED_GIB)
-    check_load(busy_cores(), os.cpu_count(), findings)
-    for line in findings.problems + findings.remarks:
-        console.print(line)
-    if findings.problems:
+    if not machine_is_ready(NEEDED_GIB, console):
         return 1
     requests = [
         {"prompt": prompt.text, "max_tokens": 64 + index * 37 % 129}  # no two batches end together
@@ -115,23 +109,11 @@ def _start_engines(options: AdaptiveOptions, stack: ExitStack, console: Console)
     for length in FIXED_LENGTHS:
         fixed = {"num_speculative_tokens": length, "lilicorr": {"adaptive_length": False}}
         speculation[f"fixed {length}"] = drafter | fixed
-    engines = []
-    for name, config in speculation.items():
-        arguments = {
-            "model": str(options.pair.target),
-            "dtype": options.dtype,
-            "enforce_eager": not options.compiled,
-            "max_model_len": 1024,
-            "max_num_seqs": max(options.concurrency),
-            "enable_prefix_caching": False,
-            "speculative_config": config,
-        }
-        log_file = Path(f"{options.output.with_suffix('')}-{name.replace(' ', '-')}.log")
-        with console.status(f"loading {name} (log: {log_file})"):
-            engine = stack.enter_context(EngineClient(name, arguments, log_file))
-            engine.run(["def main():\n"] * max(options.concurrency), max(options.concurrency), 16)
-        engines.append(engine)
-    return engines
+    arguments = {
+        name: engine_arguments(options.pair, config, max(options.concurrency), options.dtype, options.compiled)
+        for name, config in speculation.items()
+    }
+    return start_engines(arguments, options.output, stack, console)
 
 
 def _kinds(requests: list[dict[str, Any]], first: int) -> dict[str, list[dict[str, Any]]]:

@@ -9,7 +9,6 @@ averaged (geometric mean); their smallest and largest values are the spread.
 """
 
 import json
-import os
 import statistics
 import tempfile
 from contextlib import ExitStack
@@ -21,13 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_lilicorr.measure.acceptance import SpeculationCounts
+from vllm_lilicorr.measure.bench_engines import block_size, engine_arguments, machine_is_ready, start_engines
 from vllm_lilicorr.measure.bench_table import show_results
 from vllm_lilicorr.measure.embedded_pair import Pair
 from vllm_lilicorr.measure.engine_client import EngineClient, Run
 from vllm_lilicorr.measure.plain_dflash import write_plain_dflash
 from vllm_lilicorr.measure.prompt_files import load_prompts
 from vllm_lilicorr.measure.provenance import provenance
-from vllm_lilicorr.serving.preflight import Findings, busy_cores, check_load, check_machine
 
 NONE, DFLASH, LILICORR = "none", "dflash-argmax", "lilicorr"
 DFLASH_ALONE = "dflash-alone"
@@ -64,12 +63,7 @@ class BenchOptions:
 
 def run_bench(options: BenchOptions, console: Console) -> int:
     """Measures, prints the tables, writes the file; returns the exit code."""
-    findings = Findings()
-    check_machine(findings, NEEDED_GIB)
-    check_load(busy_cores(), os.cpu_count(), findings)
-    for line in findings.problems + findings.remarks:
-        console.print(line)
-    if findings.problems:
+    if not machine_is_ready(NEEDED_GIB, console):
         return 1
     prompts = [prompt.text for prompt in load_prompts(PROMPTS)][: options.num_prompts]
     with tempfile.TemporaryDirectory(prefix="lilicorr-bench-") as scratch, ExitStack() as stack:
@@ -106,30 +100,14 @@ def _start_engines(options: BenchOptions, scratch: Path, stack: ExitStack, conso
     }
     if options.pair.dflash_alone:
         drafters[DFLASH_ALONE] = {"method": "dflash", "model": str(options.pair.dflash_alone)}
-    engines = []
     for name, speculation in drafters.items():
         if name.startswith("dflash"):
-            speculation["num_speculative_tokens"] = _block_size(Path(speculation["model"])) - 1
-        arguments = {
-            "model": str(options.pair.target),
-            "dtype": options.dtype,
-            "enforce_eager": not options.compiled,
-            "max_model_len": 1024,
-            "max_num_seqs": max(options.concurrency),
-            "enable_prefix_caching": False,
-            "speculative_config": speculation,
-        }
-        log_file = Path(f"{options.output.with_suffix('')}-{name}.log")
-        with console.status(f"loading {name} (log: {log_file})"):
-            engine = stack.enter_context(EngineClient(name, arguments, log_file))
-            engine.run(["def main():\n"] * max(options.concurrency), max(options.concurrency), 16)
-        engines.append(engine)
-    return engines
-
-
-def _block_size(drafter: Path) -> int:
-    config = json.loads((drafter / "config.json").read_text())
-    return config.get("block_size") or config["dflash_config"]["block_size"]
+            speculation["num_speculative_tokens"] = block_size(Path(speculation["model"])) - 1
+    arguments = {
+        name: engine_arguments(options.pair, speculation, max(options.concurrency), options.dtype, options.compiled)
+        for name, speculation in drafters.items()
+    }
+    return start_engines(arguments, options.output, stack, console)
 
 
 def _measure(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from vllm_lilicorr.method.lattice import Lattice
+from vllm_lilicorr.method.walks import rows_along
 
 NUM_BINS = 10
 # Log-odds and log-probabilities beyond these say nothing more, and would dominate an update.
@@ -48,11 +49,12 @@ def path_features(
     would serve likely tokens too often.)
     """
     top_k = lattice.edge_logits.shape[-1]
-    ranks = path.clamp_max(top_k - 1)[:, :, None]
-    previous = torch.nn.functional.pad(ranks[:, :-1], (0, 0, 1, 0))
-    rows = lattice.edge_logits.gather(2, previous[:, :, :, None].expand(-1, -1, 1, top_k))[:, :, 0]
+    ranks = path.clamp_max(top_k - 1)
+    rows = rows_along(lattice.edge_logits, ranks)
     best = rows.argmax(dim=2, keepdim=True)
-    chosen = ranks if is_sampled is None else torch.where(is_sampled[:, None, None], best, ranks)
+    chosen = ranks[:, :, None]
+    if is_sampled is not None:
+        chosen = torch.where(is_sampled[:, None, None], best, chosen)
     row_log_probs = rows.log_softmax(dim=2).gather(2, torch.cat((chosen, best), dim=2))
     odds = row_log_probs - (-row_log_probs.exp()).log1p()
     if is_sampled is not None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_lilicorr.method.lattice import Lattice
-from vllm_lilicorr.method.walks import follow
+from vllm_lilicorr.method.walks import follow, rows_along
 
 # Best of 1, 1.2, 1.4, 1.7, 2, 2.5, 3.3 on two trained pairs at temperatures 0.4, 0.7 and 1
 # (docs/drafting.md has the table).
@@ -183,8 +183,7 @@ def sampled_walk(
     rows = proposal_rows(lattice.edge_logits, candidate_mass, kept_probs, elsewhere_mass, sampling)
     drawn = follow((rows / noise.race[:, :, None]).argmax(dim=-1))
     path = torch.where(is_greedy, greedy_path, drawn)
-    previous = torch.cat((torch.zeros_like(path[:, :1]), path[:, :-1]), dim=1)
-    realised = rows.gather(2, previous[:, :, None, None].expand(-1, -1, 1, top_k + 1))[:, :, 0]
+    realised = rows_along(rows, path)
     one_hot = torch.zeros_like(realised).scatter_(2, path[:, :, None], 1.0)
     realised = torch.where(is_greedy[:, :, None], one_hot, realised)
     from_elsewhere = path == top_k

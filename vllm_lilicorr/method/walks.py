@@ -25,6 +25,15 @@ def follow(
     return torch.stack(path, dim=1)
 
 
+def rows_along(
+    rows: torch.Tensor,  # [R, S, I, J]: of each slot, one row per predecessor rank
+    path: torch.Tensor,  # [R, S] int64 ranks below I
+) -> torch.Tensor:
+    """The row that a path reached in each slot, [R, S, J]; slot 0 follows the anchor and has row 0."""
+    previous = torch.nn.functional.pad(path[:, :-1], (1, 0))
+    return rows.gather(2, previous[:, :, None, None].expand(-1, -1, 1, rows.shape[-1]))[:, :, 0]
+
+
 def greedy_walk(
     edge_logits: torch.Tensor,  # [R, S, K, K] fp32
 ) -> torch.Tensor:
