@@ -2,11 +2,13 @@
 """The `lilicorr` command: verbs, each with its code where its subject lives."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+VLLM_ARGS_HELP = "last: what would follow `vllm serve`; a target and a drafter in it need not be named before"
 SERVE_HELP = "start vLLM's OpenAI server; ARGS are exactly those of `vllm serve`"
 
 
@@ -72,6 +74,21 @@ def build_parser() -> argparse.ArgumentParser:
     adaptive.add_argument("--compiled", action="store_true", help="compile (default: eager)")
     adaptive.add_argument("--output", type=Path, default=Path("lilicorr-adaptive.json"), help="results")
     adaptive.set_defaults(run=_bench_adaptive)
+
+    doctor = verbs.add_parser("doctor", help="check a drafter and its target before anything is loaded")
+    doctor.add_argument("drafter", nargs="?", help="folder, or repository in the Hugging Face cache")
+    doctor.add_argument("--target", help="likewise, for the model to serve")
+    doctor.add_argument("--gpu", metavar="NAME", help="gb10, rtx-pro-6000, h100, h200 or b200 (default: this machine)")
+    doctor.add_argument("--deep", action="store_true", help="read the drafter's values too")
+    doctor.add_argument("--strict", action="store_true", help="exit code 1 for warnings")
+    doctor.add_argument("--json", action="store_true", help="print findings as JSON")
+    doctor.add_argument("--vllm-args", nargs=argparse.REMAINDER, default=[], metavar="...", help=VLLM_ARGS_HELP)
+    doctor.set_defaults(run=_doctor)
+
+    inspect = verbs.add_parser("inspect", help="what a drafter is: dimensions, parameters, bytes, floor time per step")
+    inspect.add_argument("drafter", help="folder, or repository in the Hugging Face cache")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.set_defaults(run=_inspect)
 
     verbs.add_parser("version", help="print versions").set_defaults(run=_version)
     return parser
@@ -166,6 +183,39 @@ def _bench_adaptive(options: argparse.Namespace) -> int:
         output=options.output,
     )
     return run_adaptive_bench(chosen, Console(highlight=False))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from vllm_lilicorr.doctor.diagnosis import DoctorOptions, diagnose
+    from vllm_lilicorr.doctor.view import print_report
+
+    chosen = DoctorOptions(options.drafter, options.target, options.gpu, tuple(options.vllm_args), options.deep)
+    with Progress(console=Console(stderr=True), transient=True, disable=not options.deep) as progress:
+        task = progress.add_task("Reading values", total=None)
+        report = diagnose(chosen, lambda num_bytes: progress.advance(task, num_bytes))
+    if options.json:
+        print(report.to_json())
+    else:
+        print_report(report, Console(highlight=False))
+    return report.exit_code(options.strict)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from vllm_lilicorr.checkpoint.inspection import inspect
+    from vllm_lilicorr.doctor.diagnosis import find_folder
+    from vllm_lilicorr.doctor.view import print_inspection
+
+    result = inspect(find_folder(options.drafter))
+    if options.json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        print_inspection(result, options.drafter, Console(highlight=False))
+    return 0
 
 
 def _version(options: argparse.Namespace) -> int:

@@ -12,8 +12,9 @@ def register() -> None:
 
     if Settings.from_environment().disable:
         return
+    from vllm_lilicorr.doctor.startup import check_before_loading
     from vllm_lilicorr.engine.amx import allow_amx_tiles
     from vllm_lilicorr.engine.seams import install
 
     allow_amx_tiles()
-    install()
+    install(check_before_loading)

@@ -55,7 +55,7 @@ def test_wrong_settings(configs, speculative, message):
 def test_flags(configs):
     """Catches flags that the parser refuses, or that lose what the checkpoint knows."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    words = ["--model", configs["target"], "--skip-tokenizer-init"]
+    words = ["--model", configs["target"], "--skip-tokenizer-init", "--load-format", "dummy"]
     words += ["--spec-method", "lilicorr", "--spec-model", configs["drafter"]]
     config = EngineArgs.from_cli_args(parser.parse_args(words)).create_engine_config().speculative_config
     assert config.method == "dflash" and config.num_speculative_tokens == 7

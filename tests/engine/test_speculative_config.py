@@ -85,9 +85,9 @@ def test_draft_length_outside_the_block(length: object) -> None:
     [
         ("folder/plain-dflash", r"needs a LiLiCorrDraftModel checkpoint, but 'folder/plain-dflash' has architectures"),
         ("no-such-folder", "has no config.json"),
-        ("other-vocabulary", "vocab_size 1024, but the target's is 512"),
-        ("other-width", "hidden_size 128, but"),
-        ("deeper-target", r"target_layer_ids \[0, 5\], but the target has 3 layers, 0..2"),
+        ("other-vocabulary", "vocab_size 1024: the target's is 512"),
+        ("other-width", "hidden_size 128: it drafts on"),
+        ("deeper-target", r"target_layer_ids \[0, 5\]: the target has 3 layers, 0..2"),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused(model: str, message: str) -> None:

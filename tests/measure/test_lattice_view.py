@@ -3,11 +3,14 @@
 
 import json
 import math
+import re
 from xml.etree import ElementTree
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
+from vllm_lilicorr.measure.demo_view import show_lattice
 from vllm_lilicorr.measure.lattice_view import lattice_svg, lattice_table, summary
 from vllm_lilicorr.measure.trace_file import TracedBlock, most_telling, read_trace
 
@@ -92,8 +95,54 @@ def test_the_svg_is_wellformed_and_shows_the_path(tmp_path):
 def test_the_table_names_every_candidate(tmp_path):
     """A rank or slot missing on the screen; markup such as [red] in a token swallowed."""
     console = Console(width=100, record=True, color_system=None)
-    console.print(lattice_table(block(tmp_path), lambda token: f"[{token}]"))
+    console.print(lattice_table(block(tmp_path), lambda token: f"[{token}]", 100))
     printed = console.export_text()
     for token in (20, 21, 30, 31, 40, 41):
         assert f"[{token}]" in printed
     assert summary(block(tmp_path))[:25] in printed
+
+
+def seven_slots() -> TracedBlock:
+    """Seven slots of eight candidates; the walk takes rank 2 everywhere with 100 %, and the target agrees."""
+    likely = [[0.0, 50.0, *[0.0] * 6]] * 8
+    return TracedBlock(
+        anchor_token_id=1,
+        candidate_ids=[[100 * slot + rank for rank in range(8)] for slot in range(7)],
+        log_probs=[[-float(rank) for rank in range(8)] for _ in range(7)],
+        edge_logits=[likely] * 7,
+        path=[1] * 7,
+        served=[100 * slot + 1 for slot in range(7)],
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("word", ["token", "試験試験試験"])
+def test_the_lattice_fits_the_terminal(width, word):
+    """Would catch a lost rank column, cut percentages and lines that wrap; wide characters count twice."""
+    console = Console(width=width, record=True, color_system=None)
+    show_lattice(console, seven_slots(), lambda token: f"{token} {word}")
+    lines = console.export_text().splitlines()
+    rows = [line for line in lines if line[:8].strip().isdecimal()]
+    assert [int(line[:8]) for line in rows] == list(range(1, 9))
+    assert rows[1].count("✓") == 7
+    for number, row in enumerate(rows, 1):
+        percent = "100" if number == 2 else "0"
+        assert re.findall(r"(\d+)(?=\s|$)", row) == [str(number), *[percent] * 7]
+    assert all(f"slot {slot}" in next(line for line in lines if "rank" in line) for slot in range(1, 8))
+    assert next(line for line in lines if line.strip().startswith("target")).split()[0] == "target"
+    assert all(cell_len(line) <= width for line in lines)
+    assert any("accepted" in line and "✗" in line for line in lines), "the legend"
+
+
+def test_a_narrow_terminal_gets_a_sentence():
+    """Would catch a lattice drawn where it cannot be read, or a legend without one."""
+    console = Console(width=60, record=True, color_system=None)
+    show_lattice(console, seven_slots(), str)
+    printed = " ".join(console.export_text().split())
+    assert printed.startswith("7 of 7 drafted tokens accepted")
+    assert printed.endswith(
+        "The lattice needs 71 columns, and this terminal has 60: widen it, or look at the drawing in lattice.svg."
+    )
+    exact = Console(width=71, record=True, color_system=None)
+    show_lattice(exact, seven_slots(), str)
+    assert "rank" in exact.export_text()

@@ -7,7 +7,7 @@ may carry the prefix "model.".
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from vllm_lilicorr.method.geometry import DrafterGeometry
 
@@ -27,6 +27,8 @@ _OPTIONAL = re.compile(r"^(embed_tokens\.weight|d2t|t2d|lm_head\.weight|.*\.atte
 def canonical_name(name: str) -> str:
     """The in-tree name of a tensor, whatever naming its export used."""
     name = name.removeprefix("model.")
+    if not name.startswith(HEAD_PREFIX):
+        return name
     for pattern, replacement in _SEQUENTIAL_NAMES:
         name, count = pattern.subn(replacement, name)
         if count:
@@ -116,35 +118,40 @@ def _head_tensors(geometry: DrafterGeometry) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _quantized_modules(names: Iterable[str]) -> set[str]:
-    return {name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")}
-
-
 def check_tensors(geometry: DrafterGeometry, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Compares a checkpoint's tensors (canonical name to shape) with what the geometry needs.
+    """Compares a checkpoint's tensors with what the geometry needs.
 
-    A quantized linear (one with a weight_scale) packs its weight, so its name is
-    checked here and its packed shape by whoever decodes it.
+    Args:
+        geometry: of the drafter.
+        found: canonical name to logical shape (`quantization.logical_shapes`).
 
     Raises:
         ValueError: one message that lists every missing, unexpected or wrongly
             shaped tensor with its expected and found shape.
     """
-    expected = expected_tensors(geometry)
-    quantized = _quantized_modules(found)
-    problems = []
-    for name, shape in expected.items():
-        if name not in found:
-            problems.append(f"  missing     {name}, expected {list(shape)}")
-        elif found[name] != shape and name.removesuffix(".weight") not in quantized:
-            problems.append(f"  wrong shape {name}: expected {list(shape)}, found {list(found[name])}")
-    for name, shape in found.items():
-        belongs_to_quantized = name.rpartition(".")[0] in quantized
-        if name not in expected and not belongs_to_quantized and not _OPTIONAL.match(name):
-            problems.append(f"  unexpected  {name}, found {list(shape)}")
+    problems = [
+        f"  missing     {name}, expected {list(expected)}" if shape is None
+        else f"  unexpected  {name}, found {list(shape)}" if expected is None
+        else f"  wrong shape {name}: expected {list(expected)}, found {list(shape)}"
+        for name, expected, shape in differences(geometry, found)
+    ]  # fmt: skip
     if problems:
         raise ValueError(
             f"The drafter's tensors do not fit its config.json ({len(problems)} differences):\n"
             + "\n".join(sorted(problems))
             + "\nUse the config.json that was exported with these weights, or export the drafter again."
         )
+
+
+def differences(
+    geometry: DrafterGeometry, found: Mapping[str, tuple[int, ...]]
+) -> list[tuple[str, tuple[int, ...] | None, tuple[int, ...] | None]]:
+    """Name, expected shape and found shape of every tensor that does not fit.
+
+    The expected shape is None for a tensor that should not be there, the found one
+    for a tensor that is missing.
+    """
+    expected = expected_tensors(geometry)
+    unfit = [(name, shape, found.get(name)) for name, shape in expected.items() if found.get(name) != shape]
+    extra = [(name, None, shape) for name, shape in found.items() if name not in expected and not _OPTIONAL.match(name)]
+    return [*unfit, *extra]

@@ -15,6 +15,7 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3DecoderLayer
 
 from vllm_lilicorr.checkpoint.layout import HEAD_PREFIX, canonical_name, check_tensors
+from vllm_lilicorr.checkpoint.quantization import describe, logical_shapes
 from vllm_lilicorr.engine.options import Options
 from vllm_lilicorr.kernels.reference import merge_candidates, partial_candidates
 from vllm_lilicorr.method.geometry import DrafterGeometry
@@ -99,7 +100,7 @@ class LiLiCorrForCausalLM(DFlashQwen3ForCausalLM):
             ValueError: tensors are missing, unexpected or wrongly shaped; lists them all.
         """
         tensors = {canonical_name(name): tensor for name, tensor in weights}
-        check_tensors(self.geometry, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        check_tensors(self.geometry, logical_shapes(describe(tensors)))
         head = {
             name.removeprefix(HEAD_PREFIX): tensors.pop(name) for name in list(tensors) if name.startswith(HEAD_PREFIX)
         }

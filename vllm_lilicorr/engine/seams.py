@@ -11,6 +11,7 @@ when a worker that drafts initialises its device.
 import ast
 import functools
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -406,9 +407,18 @@ def _explain(problems: list[str]) -> str:
     )
 
 
+CheckBeforeLoading = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+
+
 @functools.cache
-def install() -> None:
-    """Replaces the configuration's seams in this process, or none of them and says why."""
+def install(check_before_loading: CheckBeforeLoading) -> None:
+    """Replaces the configuration's seams in this process, or none of them and says why.
+
+    Args:
+        check_before_loading: is called with vLLM's engine arguments, the speculative
+            config and the target's configuration; returns what to add to the
+            speculative config, or raises ValueError.
+    """
     import vllm
 
     problems = [] if is_tested(vllm.__version__) else ["this version was not tested"]
@@ -421,7 +431,7 @@ def install() -> None:
     from vllm_lilicorr.method.geometry import ARCHITECTURE
 
     ModelRegistry.register_model(ARCHITECTURE, "vllm_lilicorr.engine.drafter:LiLiCorrForCausalLM")
-    _accept_method()
+    _accept_method(check_before_loading)
     _list_method_on_command_line()
     _rewrite_draft_config()
     _allow_on_v1()
@@ -429,7 +439,7 @@ def install() -> None:
     logger.debug("vllm-lilicorr registered with vLLM %s", vllm.__version__)
 
 
-def _accept_method() -> None:
+def _accept_method(check_before_loading: CheckBeforeLoading) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
@@ -459,6 +469,8 @@ def _accept_method() -> None:
                 self.additional_config = {**self.additional_config, KEY: options.to_mapping()}
                 if current_platform.is_cpu():
                     refuse_pipeline_parallel(target_parallel_config.pipeline_parallel_size)
+                target = target_model_config.hf_text_config.to_dict()
+                self.speculative_config |= check_before_loading(self, self.speculative_config, target)
             self.spec_method = self.spec_model = self.spec_tokens = None
         return original(self, target_model_config, target_parallel_config)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from vllm_lilicorr.checkpoint.findings import raise_errors
+from vllm_lilicorr.checkpoint.pair import config_findings
 from vllm_lilicorr.engine.options import KEY, Options
 from vllm_lilicorr.method.geometry import ARCHITECTURE, DrafterGeometry, is_lilicorr_config
 
@@ -70,7 +72,10 @@ def translate(
             "num_speculative_tokens_per_batch_size is set, but this drafter's convolutions run over blocks of one "
             "length, fixed at start; leave it out, and choose one num_speculative_tokens."
         )
-    _check_pair(model, geometry, target_config)
+    raise_errors(
+        config_findings(geometry, drafter_config, target_config.to_dict()),
+        f"The drafter {model!r} does not fit this target",
+    )
     options = _take_options(config, geometry, default_walk)
     config.setdefault("num_speculative_tokens", geometry.num_slots)
     if config.get("rejection_sample_method", "standard") == "standard":
@@ -115,29 +120,6 @@ def _check_draft_length(config: Mapping[str, Any], geometry: DrafterGeometry) ->
         raise ValueError(
             f"num_speculative_tokens={length!r}, but this drafter was trained with block_size "
             f"{geometry.block_size}; use 1..{geometry.num_slots}."
-        )
-
-
-def _check_pair(model: str, geometry: DrafterGeometry, target: PretrainedConfig) -> None:
-    def refuse(value: str, rule: str) -> None:
-        raise ValueError(
-            f"The drafter {model!r} does not fit this target: {value}, but {rule}. "
-            "Use the drafter that was trained for this target."
-        )
-
-    if geometry.vocab_size != target.vocab_size:
-        refuse(f"vocab_size {geometry.vocab_size}", f"the target's is {target.vocab_size}")
-    if geometry.target_hidden_size != target.hidden_size:
-        refuse(f"target_hidden_size {geometry.target_hidden_size}", f"the target's hidden_size is {target.hidden_size}")
-    if geometry.hidden_size != target.hidden_size:
-        refuse(
-            f"hidden_size {geometry.hidden_size}",
-            f"it drafts on the target's token embeddings, which are {target.hidden_size} wide",
-        )
-    if max(geometry.target_layer_ids) >= target.num_hidden_layers:
-        refuse(
-            f"target_layer_ids {list(geometry.target_layer_ids)}",
-            f"the target has {target.num_hidden_layers} layers, 0..{target.num_hidden_layers - 1}",
         )
 
 

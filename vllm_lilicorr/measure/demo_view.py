@@ -161,9 +161,12 @@ def show_acceptance(console: Console, counts: SpeculationCounts) -> None:
 
 
 def show_lattice(console: Console, block: TracedBlock, token_text: Callable[[int], str]) -> None:
-    """The lattice with its legend."""
+    """The lattice with its legend, or one sentence where the terminal is too narrow for it."""
     console.print()
-    console.print(lattice_table(block, token_text))
+    drawn = lattice_table(block, token_text, console.width)
+    console.print(drawn)
+    if isinstance(drawn, Text):
+        return
     legend = Text("Numbers are transition probabilities in %. ")
     meanings = {"accepted": "accepted", "rejected": "chosen, rejected", "missed": "the target's token, not chosen"}
     for state, words in meanings.items():

@@ -8,6 +8,8 @@ the path that the correlator chose and how far the target confirmed it.
 from collections.abc import Callable
 from html import escape
 
+from rich import box
+from rich.cells import cell_len, set_cell_size
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +24,11 @@ TERMINAL_STATES = {
     "missed": ("○", "bold blue"),
     "": (" ", ""),
 }
+
+LONGEST_LABEL, SHORTEST_LABEL = 8, 3
+RANK_COLUMN = "target"  # its widest cell
+# Beside its label, a cell holds a sign, a space and a percentage, and a space parts it from the next.
+BESIDE_LABEL = 1 + 1 + len("100") + 1
 
 COLUMN, ROW, WIDTH, HEIGHT = 132, 44, 96, 30
 LEFT, TOP = 150, 96
@@ -51,23 +58,37 @@ def summary(block: TracedBlock) -> str:
     )
 
 
-def lattice_table(block: TracedBlock, token_text: TokenText) -> Table:
-    """The lattice for a terminal; a cell is a candidate and its transition probability in %."""
-    table = Table(title="One real lattice", caption=summary(block), show_lines=False)
-    table.add_column("rank", justify="right", style="dim")
+def label_room(block: TracedBlock, width: int) -> int:
+    """Characters that a token may take in a terminal of `width` columns."""
+    return min(LONGEST_LABEL, (width - len(RANK_COLUMN) - 2) // block.num_slots - BESIDE_LABEL)
+
+
+def lattice_table(block: TracedBlock, token_text: TokenText, width: int) -> Table | Text:
+    """The lattice for a terminal of `width` columns; a cell is a candidate and its transition probability in %.
+
+    Where not even short tokens fit, a sentence takes its place.
+    """
+    room = label_room(block, width)
+    if room < SHORTEST_LABEL:
+        needed = block.num_slots * (SHORTEST_LABEL + BESIDE_LABEL) + len(RANK_COLUMN) + 2
+        return Text(
+            f"{summary(block)} The lattice needs {needed} columns, and this terminal has {width}: "
+            "widen it, or look at the drawing in lattice.svg."
+        )
+    table = Table(title="One real lattice", caption=summary(block), box=box.SIMPLE, padding=0)
+    table.add_column("rank", justify="right", style="dim", width=len(RANK_COLUMN))
     for slot in range(block.num_slots):
-        table.add_column(f"slot {slot + 1}", no_wrap=True, min_width=8)
+        table.add_column(f" slot {slot + 1}", no_wrap=True, width=room + BESIDE_LABEL - 1)
     for rank in range(block.top_k):
         cells = []
         for slot in range(block.num_slots):
             percent = round(100 * block.edge_probabilities(slot)[rank])
-            label = _clip(token_text(block.candidate_ids[slot][rank]), 8)
+            label = _fit(token_text(block.candidate_ids[slot][rank]), room)
             sign, style = TERMINAL_STATES[_state(block, slot, rank)]
-            cells.append(Text.assemble((f"{sign}{label}", style), (f" {percent}", "dim")))
+            cells.append(Text.assemble((f"{sign}{label}", style), (f" {percent:>3}", "dim")))
         table.add_row(str(rank + 1), *cells)
     table.add_section()
-    served = [Text(f" {_clip(token_text(token), 8)}", style="bold") for token in block.served]
-    table.add_row("target", *served)
+    table.add_row(RANK_COLUMN, *(Text(f" {_fit(token_text(token), room)}", style="bold") for token in block.served))
     return table
 
 
@@ -155,8 +176,20 @@ def _legend(y: float) -> str:
     return "".join(parts)
 
 
+def _fit(text: str, columns: int) -> str:
+    """As _clip, in exactly `columns` columns of a terminal, where some characters take two."""
+    shown = _visible(text)
+    if cell_len(shown) > columns:
+        shown = set_cell_size(shown, columns - 1).rstrip(" ") + "…"
+    return set_cell_size(shown, columns)
+
+
 def _clip(text: str, length: int) -> str:
     """Whitespace made visible, and at most `length` characters."""
-    shown = text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")
-    shown = "".join(c if c.isprintable() else "�" for c in shown)
+    shown = _visible(text)
     return shown if len(shown) <= length else shown[: length - 1] + "…"
+
+
+def _visible(text: str) -> str:
+    shown = text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")
+    return "".join(c if c.isprintable() else "�" for c in shown)

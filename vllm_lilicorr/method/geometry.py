@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a LiLiCorr drafter, read from its config.json."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 ARCHITECTURE = "LiLiCorrDraftModel"
 PROJECTOR_TYPE = "lilicorr"
 MAX_TOP_K = 16
+
+_IN_CONFIG = "in the drafter's config.json"
+_CORRECT = "Correct the value to the trained one, or export the drafter again."
 
 
 def is_lilicorr_config(config: Mapping[str, Any]) -> bool:
@@ -18,7 +22,18 @@ def is_lilicorr_config(config: Mapping[str, Any]) -> bool:
     """
     if ARCHITECTURE in (config.get("architectures") or ()):
         return True
-    return (config.get("dflash_config") or {}).get("projector_type") == PROJECTOR_TYPE
+    nested = config.get("dflash_config")
+    return isinstance(nested, Mapping) and nested.get("projector_type") == PROJECTOR_TYPE
+
+
+def _wrong(name: str, value: Any, rule: str) -> ValueError:
+    return ValueError(f"{name}={value!r} {_IN_CONFIG}: {rule}. {_CORRECT}")
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
+        raise _wrong(name, value, "it must be a whole number")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -72,9 +87,15 @@ class DrafterGeometry:
                 names the key, its value, the rule and the remedy.
         """
         nested = config.get("dflash_config") or {}
+        if not isinstance(nested, Mapping):
+            raise _wrong("dflash_config", nested, "it must be an object")
+
+        def optional(name: str, default: Any) -> Any:
+            value = nested.get(name, config.get(name))
+            return default if value is None else value
 
         def required(name: str) -> Any:
-            value = nested.get(name, config.get(name))
+            value = optional(name, None)
             if value is None:
                 raise ValueError(
                     f"The drafter's config.json has no {name}; a LiLiCorr drafter needs it, at top "
@@ -82,42 +103,51 @@ class DrafterGeometry:
                 )
             return value
 
-        def optional(name: str, default: Any) -> Any:
-            value = nested.get(name, config.get(name))
-            return default if value is None else value
+        def whole(name: str, default: int | None = None) -> int:
+            return _whole(name, required(name) if default is None else optional(name, default))
+
+        def real(name: str, default: float | None = None) -> float:
+            value = required(name) if default is None else optional(name, default)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise _wrong(name, value, "it must be a number")
+            return float(value)
 
         if not optional("lilicorr_enabled", True):
             raise ValueError(
                 "lilicorr_enabled=false in the drafter's config.json: this checkpoint was exported "
                 'without its correlator. Use it with method "dflash", or export it with the head.'
             )
-        hidden_size = int(required("hidden_size"))
-        num_attention_heads = int(required("num_attention_heads"))
+        layer_ids = required("target_layer_ids")
+        if not isinstance(layer_ids, list | tuple):
+            raise _wrong("target_layer_ids", layer_ids, "it must list target layers by number, counted from 0")
+        hidden_size, num_attention_heads = whole("hidden_size"), whole("num_attention_heads")
+        if num_attention_heads < 1:
+            raise _wrong("num_attention_heads", num_attention_heads, "it must be positive")
         geometry = cls(
-            block_size=int(required("block_size")),
+            block_size=whole("block_size"),
             hidden_size=hidden_size,
-            target_hidden_size=int(optional("target_hidden_size", hidden_size)),
-            num_hidden_layers=int(required("num_hidden_layers")),
+            target_hidden_size=whole("target_hidden_size", hidden_size),
+            num_hidden_layers=whole("num_hidden_layers"),
             num_attention_heads=num_attention_heads,
-            num_key_value_heads=int(optional("num_key_value_heads", num_attention_heads)),
-            head_dim=int(optional("head_dim", hidden_size // num_attention_heads)),
-            intermediate_size=int(required("intermediate_size")),
-            vocab_size=int(required("vocab_size")),
-            rms_norm_eps=float(optional("rms_norm_eps", 1e-6)),
+            num_key_value_heads=whole("num_key_value_heads", num_attention_heads),
+            head_dim=whole("head_dim", hidden_size // num_attention_heads),
+            intermediate_size=whole("intermediate_size"),
+            vocab_size=whole("vocab_size"),
+            rms_norm_eps=real("rms_norm_eps", 1e-6),
             attention_bias=bool(optional("attention_bias", False)),
-            mask_token_id=int(required("mask_token_id")),
-            target_layer_ids=tuple(int(i) for i in required("target_layer_ids")),
-            conv_kernel_size=int(optional("conv_kernel_size", 0)),
-            conv_group_size=int(optional("conv_group_size", 0)),
+            mask_token_id=whole("mask_token_id"),
+            target_layer_ids=tuple(_whole("target_layer_ids", index) for index in layer_ids),
+            conv_kernel_size=whole("conv_kernel_size", 0),
+            conv_group_size=whole("conv_group_size", 0),
             has_own_lm_head=bool(config.get("has_own_lm_head") or False),
-            top_k=int(required("lilicorr_candidate_topk")),
-            head_width=int(optional("lilicorr_hidden_size", 0)) or hidden_size,
-            num_layers=int(required("lilicorr_num_layers")),
-            num_heads=int(required("lilicorr_num_heads")),
-            mlp_ratio=float(required("lilicorr_mlp_ratio")),
-            factor_dim=int(required("lilicorr_factor_dim")),
-            vector_eps=float(required("lilicorr_vector_eps")),
-            logit_scale=float(required("lilicorr_logit_scale")),
+            top_k=whole("lilicorr_candidate_topk"),
+            head_width=whole("lilicorr_hidden_size", 0) or hidden_size,
+            num_layers=whole("lilicorr_num_layers"),
+            num_heads=whole("lilicorr_num_heads"),
+            mlp_ratio=real("lilicorr_mlp_ratio"),
+            factor_dim=whole("lilicorr_factor_dim"),
+            vector_eps=real("lilicorr_vector_eps"),
+            logit_scale=real("lilicorr_logit_scale"),
         )
         geometry._validate()
         return geometry
@@ -125,10 +155,7 @@ class DrafterGeometry:
     def _validate(self) -> None:
         def check(condition: bool, value: str, rule: str) -> None:
             if not condition:
-                raise ValueError(
-                    f"{value} in the drafter's config.json: {rule}. Correct the value to the trained "
-                    "one, or export the drafter again."
-                )
+                raise ValueError(f"{value} {_IN_CONFIG}: {rule}. {_CORRECT}")
 
         check(self.block_size >= 2, f"block_size={self.block_size}", "a block is an anchor and at least one slot")
         check(
@@ -163,5 +190,16 @@ class DrafterGeometry:
         )
         check(self.vector_eps > 0, f"lilicorr_vector_eps={self.vector_eps}", "it must be positive")
         check(self.logit_scale > 0, f"lilicorr_logit_scale={self.logit_scale}", "it must be positive")
-        for name in ("hidden_size", "num_hidden_layers", "num_layers", "factor_dim", "vocab_size", "mlp_width"):
+        for name in (
+            "hidden_size",
+            "target_hidden_size",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "num_layers",
+            "factor_dim",
+            "vocab_size",
+            "mlp_width",
+        ):
             check(getattr(self, name) > 0, f"{name}={getattr(self, name)}", "it must be positive")

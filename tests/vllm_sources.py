@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of vLLM releases that are not installed, read from their wheels.
 
-Only the modules that a seam touches are kept, in .cache/vllm-sources/VERSION/vllm;
-nothing is installed and nothing of CUDA is needed.
+Only Python files are kept, in .cache/vllm-sources/VERSION/vllm; nothing is installed and
+nothing of CUDA is needed.
 """
 
 import subprocess
@@ -11,24 +11,18 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from vllm_lilicorr.engine.seams import ALL_SEAMS
-
-CACHE = Path(__file__).resolve().parents[2] / ".cache" / "vllm-sources"
-
-
-def seam_files() -> set[str]:
-    return {seam.module.replace(".", "/") + ".py" for seam in ALL_SEAMS}
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "vllm-sources"
 
 
 def fetch(version: str) -> Path:
-    """The folder `vllm` of a release, with the seams' modules in it.
+    """The folder `vllm` of a release, with its Python files in it.
 
     Raises:
         RuntimeError: the package index does not have the wheel, or is out of reach.
     """
     package = CACHE / version / "vllm"
-    missing = [name for name in seam_files() if not (package.parent / name).is_file()]
-    if not missing:
+    complete = package.parent / "complete"
+    if complete.is_file():
         return package
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -38,6 +32,6 @@ def fetch(version: str) -> Path:
         if result.returncode or not wheels:
             raise RuntimeError(f"vllm {version} could not be downloaded: {result.stderr.strip()[-500:]}")
         with zipfile.ZipFile(wheels[0]) as wheel:
-            for name in sorted(seam_files() & set(wheel.namelist())):
-                wheel.extract(name, package.parent)
+            wheel.extractall(package.parent, [name for name in wheel.namelist() if name.endswith(".py")])
+    complete.touch()
     return package
