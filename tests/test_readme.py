@@ -26,13 +26,14 @@ def blocks(language: str) -> list[str]:
 def commands(program: str) -> list[list[str]]:
     """Command lines of one program, as words."""
     lines = [line for text in blocks("bash") for line in text.splitlines()]
+    lines += [line[2:] for text in blocks("console") for line in text.splitlines() if line.startswith("$ ")]
     return [words[1:] for line in lines if (words := shlex.split(line, comments=True))[:1] == [program]]
 
 
 def test_only_languages_that_are_checked():
     """A block in a language that no test reads goes stale unseen."""
     kinds = {kind for document in DOCUMENTS for kind, _ in FENCE.findall(document.read_text())}
-    assert kinds <= {"bash", "python", "json"}
+    assert kinds <= {"bash", "console", "python", "json"}
 
 
 @pytest.mark.parametrize("text", blocks("python"))
@@ -97,7 +98,8 @@ def test_python_runs(text, pair, tmp_path):
 def test_every_verb_is_documented():
     """A new verb that nobody hears of."""
     text = (ROOT / "docs" / "getting-started.md").read_text()
-    for verb in ("serve", "demo", "bench-pair", "version"):
+    (verbs,) = (action for action in cli.build_parser()._actions if action.dest == "verb")
+    for verb in verbs.choices:
         assert f"`lilicorr {verb}" in text
 
 

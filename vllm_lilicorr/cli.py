@@ -6,8 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+QUANTIZED_GROUPS = ("attention", "convolutions", "fc", "head", "lm-head", "mlp")
 VLLM_ARGS_HELP = "last: what would follow `vllm serve`; a target and a drafter in it need not be named before"
 SERVE_HELP = "start vLLM's OpenAI server; ARGS are exactly those of `vllm serve`"
 
@@ -75,6 +77,32 @@ def build_parser() -> argparse.ArgumentParser:
     adaptive.add_argument("--output", type=Path, default=Path("lilicorr-adaptive.json"), help="results")
     adaptive.set_defaults(run=_bench_adaptive)
 
+    quantize = verbs.add_parser("quantize", help="a float checkpoint to NVFP4 or FP8, without calibration data")
+    _add_rewriting_options(quantize)
+    quantize.add_argument("--format", required=True, choices=("nvfp4-w4a16", "nvfp4", "fp8"), help="of the weights")
+    groups = {"nargs": "+", "default": [], "metavar": "GROUP", "choices": QUANTIZED_GROUPS}
+    quantize.add_argument(
+        "--quantize", **groups, help=f"groups besides the default ones: {', '.join(QUANTIZED_GROUPS)}"
+    )
+    quantize.add_argument("--keep", **groups, help="groups to leave as they are")
+    quantize.add_argument(
+        "--encoder",
+        default="auto",
+        choices=("auto", "modelopt", "builtin"),
+        help="auto: NVIDIA Model Optimizer where it is installed, else our own; the bytes are the same",
+    )
+    quantize.add_argument(
+        "--input-scale", type=float, default=1.0, help="of activations, with --format nvfp4 (default: 1)"
+    )
+    quantize.set_defaults(run=_quantize)
+
+    convert = verbs.add_parser(
+        "convert", help="a drafter to the names and quantization that stock vLLM or SGLang loads"
+    )
+    _add_rewriting_options(convert)
+    convert.add_argument("--program", default="vllm", choices=("vllm", "sglang"), help="whose names (default: vllm)")
+    convert.set_defaults(run=_convert)
+
     doctor = verbs.add_parser("doctor", help="check a drafter and its target before anything is loaded")
     doctor.add_argument("drafter", nargs="?", help="folder, or repository in the Hugging Face cache")
     doctor.add_argument("--target", help="likewise, for the model to serve")
@@ -99,6 +127,12 @@ def _add_pair_options(parser: argparse.ArgumentParser, with_method: bool = True)
     parser.add_argument("--drafter", type=Path, help="folder (default: the embedded drafter)")
     if with_method:
         parser.add_argument("--method", default="lilicorr", help="speculation method")
+
+
+def _add_rewriting_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SRC", help="checkpoint folder; it is only read")
+    parser.add_argument("destination", type=Path, metavar="DST", help="folder to make; work goes on in DST.partial")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _serve(arguments: list[str], dry_run: bool) -> int:
@@ -185,6 +219,26 @@ def _bench_adaptive(options: argparse.Namespace) -> int:
     return run_adaptive_bench(chosen, Console(highlight=False))
 
 
+def _quantize(options: argparse.Namespace) -> int:
+    from vllm_lilicorr.checkpoint.encoders import choose_encoder
+    from vllm_lilicorr.checkpoint.quantization import Format
+    from vllm_lilicorr.checkpoint.quantize import QuantizeOptions, plan_quantization
+    from vllm_lilicorr.checkpoint.rewriting import run_rewriting
+
+    form, encoder = Format(options.format), choose_encoder(options.encoder)
+    chosen = QuantizeOptions(form, tuple(options.quantize), tuple(options.keep), options.input_scale)
+    plan = partial(plan_quantization, options=chosen, encoder=encoder)
+    return run_rewriting(options.source, options.destination, plan, encoder.name, options.json)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from vllm_lilicorr.checkpoint.convert import plan_conversion
+    from vllm_lilicorr.checkpoint.rewriting import run_rewriting
+
+    plan = partial(plan_conversion, program=options.program)
+    return run_rewriting(options.source, options.destination, plan, None, options.json)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
@@ -231,12 +285,21 @@ def _report_errors(run: Callable[..., int], *arguments: object) -> int:
     from vllm_lilicorr.serving.server import ServerFailedError
 
     try:
-        return run(*arguments)
+        code = run(*arguments)
+        sys.stdout.flush()  # a closed pipe shows here, not when the interpreter ends
+        return code
     except (ValueError, ServerFailedError) as error:
         print(f"lilicorr: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nlilicorr: interrupted; everything it started is stopped.", file=sys.stderr)
+    except BrokenPipeError:  # as in `lilicorr doctor ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        return 2
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"lilicorr: {place}{error.strerror or error}. Name another place, or mend this one.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interruption:
+        print(f"\nlilicorr: {interruption or 'interrupted; everything it started is stopped.'}", file=sys.stderr)
         return 130
 
 

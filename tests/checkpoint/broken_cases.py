@@ -22,6 +22,7 @@ from broken import (
     folder_for_file,
     link_config_out,
     link_out,
+    linked_to_itself,
     only_pickles,
     ordinary_mask,
     overwrite,
@@ -131,7 +132,7 @@ CASES = (
     Case(
         "index leaves a tensor out",
         "files",
-        ERROR,
+        WARNING,
         r"does not list norm.weight",
         change_json(INDEX, lambda index: index["weight_map"].pop("norm.weight")),
     ),
@@ -155,6 +156,7 @@ CASES = (
     Case("link out of the folder", "files", ERROR, r"is a link to .*outside.safetensors: nothing outside", link_out),
     Case("config.json links out", "files", ERROR, r"is a link to .*outside.json: nothing outside", link_config_out),
     Case("link to nothing", "files", ERROR, r"is a link to nothing", dangling),
+    Case("link to itself", "files", ERROR, r"is a link to nothing", linked_to_itself),
     Case("folder in place of a file", "files", ERROR, r"is no regular file", folder_for_file),
     Case(
         "no safetensors", "files", WARNING, r"holds only pytorch_model.bin: .* Save it in the safetensors", only_pickles
@@ -194,6 +196,20 @@ CASES = (
         WARNING,
         r"an older export.*lilicorr convert",
         set_config(architectures=["DFlashDraftModel"]),
+    ),
+    Case(
+        "a billion layers",
+        "geometry",
+        ERROR,
+        r"num_hidden_layers=1000000000 in .*: at most 1024",
+        set_config(num_hidden_layers=10**9, layer_types=None),
+    ),
+    Case(
+        "a billion layers in the head",
+        "geometry",
+        ERROR,
+        r"num_layers=1000000000 in .*: at most 1024",
+        set_dflash_config(lilicorr_num_layers=10**9),
     ),
     Case("no block_size", "geometry", ERROR, r"config.json has no block_size", remove_key("block_size")),
     Case(
@@ -244,6 +260,13 @@ CASES = (
         ERROR,
         r"sliding_window None: sliding attention needs a window",
         set_config(layer_types=["sliding_attention"] * 2),
+    ),
+    Case(
+        "window that transformers drops",
+        "attention",
+        WARNING,
+        r"sliding_window 64 without use_sliding_window: .*lilicorr convert",
+        set_config(layer_types=["sliding_attention"] * 2, sliding_window=64),
     ),
     Case(
         "mixed layers",
@@ -376,7 +399,7 @@ CASES = (
         "unequal scales",
         "fused scales",
         WARNING,
-        r"layers.1.mlp.gate/up have different weight_scale_2",
+        r"linears of layers.1.mlp.gate_up_proj have different weight_scale_2",
         change_tensors(unequal_scales),
     ),
     # the pair
@@ -409,6 +432,20 @@ CASES = (
         set_dflash_config(target_layer_ids=[2, 0]),
     ),
     Case(
+        "target without a width",
+        "target dimensions",
+        WARNING,
+        r"config.json has hidden_size None: the drafter cannot be compared",
+        change_target(lambda c: c.pop("hidden_size")),
+    ),
+    Case(
+        "target without a vocabulary",
+        "vocabulary",
+        WARNING,
+        r"config.json has vocab_size None",
+        change_target(lambda c: c.pop("vocab_size")),
+    ),
+    Case(
         "target without layers",
         "target layers",
         WARNING,
@@ -432,6 +469,13 @@ CASES = (
         change_target_tensors(
             lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:500].clone()})
         ),
+    ),
+    Case(
+        "embedding without rows",
+        "target tensors",
+        ERROR,
+        r"token embedding has shape \[\]: the drafter needs at least 512 rows",
+        change_target_tensors(lambda t: t.update({"model.embed_tokens.weight": torch.ones(())})),
     ),
     Case(
         "no LM head",

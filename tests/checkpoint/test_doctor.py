@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from broken import FIRST, Case, write_pair
 from broken_cases import CASES, DEEP_CASES
+from safetensors.torch import load_file, save_file
 
 from vllm_lilicorr.checkpoint.deep_values import deep_findings
 from vllm_lilicorr.checkpoint.doctor import CHECKS, examine
@@ -102,6 +104,25 @@ def test_the_caches_links_are_followed(whole: tuple[Path, Path], tmp_path: Path)
     assert bad(examine(snapshot, whole[1])[1]) == []
 
 
+def test_a_folder_inside_a_repository(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """Would catch a drafter that is a subfolder of its target's repository refused for the cache's links."""
+    repository = tmp_path / "models--someone--pair"
+    folder = repository / "snapshots" / "0123abcd" / "drafter"
+    (repository / "blobs").mkdir(parents=True)
+    folder.mkdir(parents=True)
+    for file in whole[0].iterdir():
+        shutil.copy(file, repository / "blobs" / file.name)
+        (folder / file.name).symlink_to(f"../../../blobs/{file.name}")
+    assert bad(examine(folder, whole[1])[1]) == []
+
+
+def test_hidden_files_are_no_weights(copy: tuple[Path, Path]) -> None:
+    """Would catch a start stopped by the "._" files that a Mac leaves beside every copied file."""
+    drafter, target = copy
+    (target / "._model.safetensors").write_bytes(b"\0\5\x16\7")
+    assert bad(examine(drafter, target)[1]) == []
+
+
 def test_unsharded_and_prefixed_names(whole: tuple[Path, Path], tmp_path: Path) -> None:
     """Would catch checks that know one naming only."""
     from safetensors.torch import load_file, save_file
@@ -124,6 +145,20 @@ def test_a_multimodal_target_is_read_inside(whole: tuple[Path, Path], copy: tupl
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({"model_type": "vl", "text_config": config}))
     assert bad(examine(drafter, target)[1]) == []
+
+
+def test_every_dtype_of_the_format_is_known(copy: tuple[Path, Path]) -> None:
+    """Would catch a target with 6-bit weights called damaged."""
+    header = json.dumps({"a": {"dtype": "F6_E2M3", "shape": [4, 4], "data_offsets": [0, 12]}}).encode()
+    (copy[1] / "more.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+    assert bad(examine(*copy)[1]) == []
+
+
+def test_a_second_embedding_is_another_parts(copy: tuple[Path, Path]) -> None:
+    """Would catch a multimodal target refused for the small vocabulary in which it speaks."""
+    file = copy[1] / "model.safetensors"
+    save_file(load_file(file) | {"a.talker.embed_tokens.weight": torch.ones(10, 8)}, file)
+    assert bad(examine(*copy)[1]) == []
 
 
 def test_large_headers_are_read_fast(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from broken import write_pair
@@ -86,6 +88,7 @@ def test_vllms_arguments_name_the_pair(pair, run):
         ("doctor DRAFTER --gpu gtx", "'gtx' is not a machine known here; use one of gb10"),
         ("doctor DRAFTER --vllm-args m -tp x", "vLLM's options cannot be read"),
         ("inspect no-where", "is neither a folder"),
+        (f"inspect {'x' * 300}", "File name too long. Name another place"),
     ],
 )
 def test_mistakes_end_in_one_sentence(pair, run, command, message):
@@ -94,6 +97,15 @@ def test_mistakes_end_in_one_sentence(pair, run, command, message):
     assert (code, out) == (2, "")
     assert re.search(message, err)
     assert err.count("\n") == 1
+
+
+def test_a_closed_pipe_is_no_error(pair):
+    """Would catch a traceback after `lilicorr doctor DRAFTER | head -1`."""
+    command = [sys.executable, "-m", "vllm_lilicorr.cli", "inspect", str(pair[0]), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 2
 
 
 def test_inspect(pair, run):

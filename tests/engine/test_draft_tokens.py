@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from dialects import as_older_export
 from interpreter import run_engines
 from pairs import drafter_config, target_config, write_drafter, write_target
 from safetensors.torch import load_file, save_file
 
+from vllm_lilicorr.checkpoint.convert import plan_conversion
+from vllm_lilicorr.checkpoint.reader import Checkpoint
+from vllm_lilicorr.checkpoint.writer import write_checkpoint
 from vllm_lilicorr.method.geometry import DrafterGeometry
 from vllm_lilicorr.method.walks import greedy_walk
 
@@ -34,6 +38,9 @@ GEOMETRIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one-candidate": (7, {}, {"lilicorr_candidate_topk": 1}),
     "block-16, grouped-conv": (15, {"block_size": 16}, CONVOLUTION),
 }
+# The in-tree drafter reads what `lilicorr convert` made of the older export that ours reads.
+CONVERTED = "converted, from an older export"
+GEOMETRIES[CONVERTED] = (7, SLIDING | {"use_sliding_window": False}, CONVOLUTION)
 TRAINED = "trained pair"
 PAIRS = (*GEOMETRIES, TRAINED)
 PROMPT_LENGTHS = (5, 17, 40)  # the last is prefilled in two chunks
@@ -98,6 +105,10 @@ def engines(pair, prompts, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         drafter = write_drafter(folder / name, config)
         if config.get("has_own_lm_head"):
             edit(drafter, lambda tensors: favour_few_tokens(tensors, None, "lm_head.weight"))
+        if name == CONVERTED:
+            plan = plan_conversion(Checkpoint.open(as_older_export(drafter)))
+            drafter = folder / "in-tree"
+            write_checkpoint(drafter, plan)
         speculative = {
             "method": "dflash",
             "model": drafter,
@@ -129,6 +140,8 @@ def results(engines: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPat
     results = {"in-tree": run_engines("v2", "in-tree", engines, folder)}
     # From here on under names that the oracle cannot read.
     rename_as_exported(engines["no-token-proj, exported names"]["speculative_config"]["model"])
+    converted = engines[CONVERTED]["speculative_config"]
+    converted["model"] = converted["model"].with_name(CONVERTED)
     return results | {runner: run_engines(runner, "ours", engines, folder) for runner in ("v2", "v1")}
 
 

@@ -123,11 +123,11 @@ def test_older_exports_become_one_dialect() -> None:
     """Would catch an export named DFlashDraftModel that drafts without its correlator."""
     values = drafter_config(architectures=["DFlashDraftModel"], dflash_config={"block_size": 8})
     del values["block_size"]
-    config = rewrite_draft_config(lambda c: c, PretrainedConfig(**values))
+    config = rewrite_draft_config(lambda c: c, None, PretrainedConfig(**values))
     assert config.architectures == ["LiLiCorrDraftModel"]
     assert config.block_size == 8
     assert config.dflash_config["block_size"] == 8
-    plain = rewrite_draft_config(lambda c: c, PretrainedConfig(architectures=["DFlashDraftModel"]))
+    plain = rewrite_draft_config(lambda c: c, None, PretrainedConfig(architectures=["DFlashDraftModel"]))
     assert plain.architectures == ["DFlashDraftModel"]
 
 

@@ -13,15 +13,14 @@ from typing import Any
 from vllm_lilicorr.checkpoint import pair
 from vllm_lilicorr.checkpoint.declaration import declaration_findings, declarations
 from vllm_lilicorr.checkpoint.findings import Finding, Level, some
-from vllm_lilicorr.checkpoint.layout import differences
+from vllm_lilicorr.checkpoint.layout import FUSED, attention_window, differences
 from vllm_lilicorr.checkpoint.quantization import logical_shapes, storage_findings
 from vllm_lilicorr.checkpoint.reader import Checkpoint, scan
-from vllm_lilicorr.checkpoint.tokenizer import token_text
+from vllm_lilicorr.checkpoint.target_checks import mask_token, target_tensors
 from vllm_lilicorr.method.geometry import ARCHITECTURE, DrafterGeometry, is_lilicorr_config
 
 _RIGHT_CONFIG = "Use the config.json that was exported with these weights, or export the drafter again."
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-FUSED = {"self_attn.": ("q_proj", "k_proj", "v_proj"), "mlp.": ("gate_proj", "up_proj")}
 # Trained drafters have 1e-4 and 8 to 16; these limits only catch what is out of all proportion.
 _PLAUSIBLE_SCALE, _PLAUSIBLE_EPS = (0.5, 200.0), (1e-12, 1e-2)
 
@@ -113,7 +112,7 @@ def architecture(subject: Subject) -> Iterable[Finding]:
             f"a LiLiCorr drafter says {ARCHITECTURE!r}, or has projector_type 'lilicorr' in dflash_config",
             "Name a LiLiCorr drafter.",
         )
-    elif ARCHITECTURE not in (named or ()):
+    elif not isinstance(named, list) or ARCHITECTURE not in named:
         yield Finding(
             "architecture",
             Level.WARNING,
@@ -172,20 +171,22 @@ def fused_scales(subject: Subject) -> Iterable[Finding]:
     stored = {name.removeprefix("model."): name for name in subject.drafter.tensors}
     unequal = []
     for index in range(subject.geometry.num_hidden_layers):
-        for part, modules in FUSED.items():
-            names = [f"layers.{index}.{part}{module}.weight_scale_2" for module in modules]
+        for product, modules in FUSED.items():
+            names = [f"layers.{index}.{module}.weight_scale_2" for module in modules]
             scales = {
                 subject.drafter.read_scalar(stored[name])
                 for name in names
-                if name in stored and subject.drafter.tensors[stored[name]].dtype == "F32"
+                if name in stored
+                and (entry := subject.drafter.tensors[stored[name]]).dtype == "F32"
+                and entry.num_bytes == 4
             }
             if len(scales) > 1:
-                unequal.append(f"layers.{index}.{part}{'/'.join(module.removesuffix('_proj') for module in modules)}")
+                unequal.append(f"layers.{index}.{product}")
     if unequal:
         yield Finding(
             "fused scales",
             Level.WARNING,
-            f"{some(unequal)} have different weight_scale_2",
+            f"The linears of {some(unequal)} have different weight_scale_2",
             "exact here; stock vLLM fuses them under the largest and scales the others wrongly, without an error",
             "Write them with one scale with `lilicorr convert`.",
         )
@@ -235,6 +236,14 @@ def attention(subject: Subject) -> Iterable[Finding]:
             "sliding attention needs a window, as sliding_window or as dflash_config.swa_window_size",
             _RIGHT_CONFIG,
         )
+    elif attention_window(config):
+        yield Finding(
+            "attention",
+            Level.WARNING,
+            f"sliding_window {window} without use_sliding_window",
+            "the window is read here; stock vLLM does not see it and refuses the drafter",
+            "Write it in the form that all read with `lilicorr convert`.",
+        )
     elif config.get("is_neox_style") is False:
         yield Finding(
             "attention",
@@ -275,70 +284,6 @@ def _with_target(check: Callable[[DrafterGeometry, Subject, Mapping[str, Any]], 
     return run
 
 
-def mask_token(subject: Subject) -> Iterable[Finding]:
-    """What the mask token's id means to the target's tokenizer."""
-    if subject.geometry is None or subject.target is None:
-        return
-    mask = subject.geometry.mask_token_id
-    found = token_text(subject.target.folder, mask)
-    if found is None:
-        return
-    text, added = found
-    if text is not None and not added:
-        yield Finding(
-            "mask token",
-            Level.WARNING,
-            f"mask_token_id {mask} is the ordinary token {text!r} of the target",
-            "masks are special or unused tokens as a rule; the id may be another tokenizer's",
-            "Set the mask_token_id that the drafter was trained with.",
-        )
-    else:
-        what = "unused" if text is None else f"the special token {text!r}"
-        yield Finding("mask token", Level.OK, f"mask_token_id {mask}", f"{what} in the target's tokenizer")
-
-
-def target_tensors(subject: Subject) -> Iterable[Finding]:
-    """The embedding, and the LM head, that the drafter takes from the target."""
-    if subject.geometry is None or subject.target is None or not subject.target_config:
-        return
-    rows_needed, width = subject.geometry.vocab_size, subject.geometry.hidden_size
-    named = subject.target.tensors
-    embedding = next(
-        (entry for name, entry in named.items() if name.endswith(("embed_tokens.weight", ".embeddings.weight"))), None
-    )
-    wanted = [("token embedding", embedding)]
-    if not subject.geometry.has_own_lm_head and not subject.target_config.get("tie_word_embeddings"):
-        wanted.append(("LM head", next((e for name, e in named.items() if name.endswith("lm_head.weight")), None)))
-    fits = True
-    for what, entry in wanted:
-        if entry is None:
-            fits = False
-            yield Finding(
-                "target tensors",
-                Level.WARNING,
-                f"No {what} is found among the target's {len(named)} tensors",
-                "the drafter takes it from the target",
-                "Compare the target's tensor names with its architecture.",
-            )
-        elif entry.shape[0] < rows_needed or (entry.dtype != "U8" and entry.shape[1:] != (width,)):
-            fits = False
-            yield Finding(
-                "target tensors",
-                Level.ERROR,
-                f"The target's {what} has shape {list(entry.shape)}",
-                f"the drafter needs at least {rows_needed} rows of {width}",
-                "Use the drafter that was trained for this target.",
-            )
-    if fits and embedding is not None:
-        padding = embedding.shape[0] - rows_needed
-        yield Finding(
-            "target tensors",
-            Level.OK,
-            f"{embedding.shape[0]} embedding rows" + (f", {padding} of them padding" if padding else ""),
-            f"enough for the vocabulary of {rows_needed}",
-        )
-
-
 CHECKS: dict[str, Check] = {
     "architecture": architecture,
     "tensors": tensors,
@@ -352,8 +297,8 @@ CHECKS: dict[str, Check] = {
         lambda geometry, subject, target: pair.layer_findings(geometry, subject.drafter.config, target)
     ),
     "vocabulary": _with_target(lambda geometry, subject, target: pair.vocabulary_findings(geometry, target)),
-    "mask token": mask_token,
-    "target tensors": target_tensors,
+    "mask token": _with_target(lambda geometry, subject, target: mask_token(geometry, subject.target)),
+    "target tensors": _with_target(lambda geometry, subject, target: target_tensors(geometry, subject.target, target)),
 }
 # What is left out where the files do not hold the weights that will be used.
 WEIGHT_CHECKS = ("files", "tensors", "storage", "quantization", "fused scales")

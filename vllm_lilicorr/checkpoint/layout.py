@@ -8,16 +8,29 @@ may carry the prefix "model.".
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from vllm_lilicorr.method.geometry import DrafterGeometry
 
 HEAD_PREFIX = "lilicorr."
+# Product that vLLM computes at once, to the linears of a layer that it fuses for it, in its order.
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 _SEQUENTIAL_NAMES = (
     (re.compile(r"^lilicorr\.feature_mlp\.0\."), "lilicorr.feature_norm."),
     (re.compile(r"^lilicorr\.feature_mlp\.1\."), "lilicorr.feature_mlp.up_proj."),
     (re.compile(r"^lilicorr\.feature_mlp\.3\."), "lilicorr.feature_mlp.down_proj."),
     (re.compile(r"^lilicorr\.layers\.(\d+)\.mlp\.0\."), r"lilicorr.layers.\1.mlp.up_proj."),
     (re.compile(r"^lilicorr\.layers\.(\d+)\.mlp\.2\."), r"lilicorr.layers.\1.mlp.down_proj."),
+)
+_NUMBERED_NAMES = (
+    (re.compile(r"^lilicorr\.feature_norm\."), "lilicorr.feature_mlp.0."),
+    (re.compile(r"^lilicorr\.feature_mlp\.up_proj\."), "lilicorr.feature_mlp.1."),
+    (re.compile(r"^lilicorr\.feature_mlp\.down_proj\."), "lilicorr.feature_mlp.3."),
+    (re.compile(r"^lilicorr\.layers\.(\d+)\.mlp\.up_proj\."), r"lilicorr.layers.\1.mlp.0."),
+    (re.compile(r"^lilicorr\.layers\.(\d+)\.mlp\.down_proj\."), r"lilicorr.layers.\1.mlp.2."),
 )
 # Tensors that some exports carry and that drafting does not read: the embedding
 # and the vocabulary maps belong to the target.
@@ -30,6 +43,15 @@ def canonical_name(name: str) -> str:
     if not name.startswith(HEAD_PREFIX):
         return name
     for pattern, replacement in _SEQUENTIAL_NAMES:
+        name, count = pattern.subn(replacement, name)
+        if count:
+            break
+    return name
+
+
+def sequential_name(name: str) -> str:
+    """The name that torch.nn.Sequential gives a tensor, from its in-tree name; the inverse of canonical_name."""
+    for pattern, replacement in _NUMBERED_NAMES:
         name, count = pattern.subn(replacement, name)
         if count:
             break
@@ -155,3 +177,18 @@ def differences(
     unfit = [(name, shape, found.get(name)) for name, shape in expected.items() if found.get(name) != shape]
     extra = [(name, None, shape) for name, shape in found.items() if name not in expected and not _OPTIONAL.match(name)]
     return [*unfit, *extra]
+
+
+def attention_window(config: Mapping[str, Any]) -> dict[str, int]:
+    """What to add to dflash_config so that a drafter's sliding layers keep their window.
+
+    transformers' Qwen3 configuration drops a top-level sliding_window where use_sliding_window
+    is not set; vLLM then finds none. Empty where nothing needs adding.
+    """
+    nested = config.get("dflash_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    slides = bool(nested.get("use_swa")) or isinstance(kinds, list) and "sliding_attention" in kinds
+    if not slides or nested.get("swa_window_size") or config.get("use_sliding_window") or not isinstance(window, int):
+        return {}
+    return {"swa_window_size": window}

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-GROUP_SIZE = 16
+from vllm_lilicorr.checkpoint.quantization import GROUP_SIZE
+
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_SMALLEST = 2.0**-9

@@ -22,6 +22,17 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def _unknown(check: str, name: str, value: Any) -> Finding:
+    """Of a target whose config.json calls a dimension otherwise, or nests it elsewhere."""
+    return Finding(
+        check,
+        Level.WARNING,
+        f"The target's config.json has {name} {value!r}",
+        "the drafter cannot be compared with it",
+        "Compare them by hand.",
+    )
+
+
 def dimension_findings(geometry: DrafterGeometry, target: Mapping[str, Any]) -> Iterable[Finding]:
     """Widths: of the features that the drafter reads, and of the embeddings that it drafts on.
 
@@ -34,6 +45,9 @@ def dimension_findings(geometry: DrafterGeometry, target: Mapping[str, Any]) -> 
         return Finding("target dimensions", Level.ERROR, value, rule, _OTHER_DRAFTER)
 
     width = target.get("hidden_size")
+    if not isinstance(width, int):
+        yield _unknown("target dimensions", "hidden_size", width)
+        return
     fits = True
     if geometry.target_hidden_size != width:
         fits = False
@@ -60,13 +74,7 @@ def layer_findings(
     check, ids = "target layers", list(geometry.target_layer_ids)
     count = target.get("num_hidden_layers")
     if not isinstance(count, int):
-        yield Finding(
-            check,
-            Level.WARNING,
-            f"The target's config.json has num_hidden_layers {count!r}",
-            "target_layer_ids cannot be compared with it",
-            "Compare them by hand.",
-        )
+        yield _unknown(check, "num_hidden_layers", count)
         return
     expected = drafter.get("num_target_layers")
     fits = True
@@ -105,7 +113,9 @@ def vocabulary_findings(geometry: DrafterGeometry, target: Mapping[str, Any]) ->
         target: the target's text configuration.
     """
     check, size = "vocabulary", target.get("vocab_size")
-    if geometry.vocab_size != size:
+    if not isinstance(size, int):
+        yield _unknown(check, "vocab_size", size)
+    elif geometry.vocab_size != size:
         yield Finding(
             check, Level.ERROR, f"vocab_size {geometry.vocab_size}", f"the target's is {size}", _OTHER_DRAFTER
         )

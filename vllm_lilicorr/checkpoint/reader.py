@@ -7,6 +7,7 @@ keeps snapshots as links), but only into the folder or into that cache's blobs.
 
 import gc
 import json
+import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,11 @@ class Checkpoint:
         if errors:
             raise CheckpointError("\n".join(errors))
         return checkpoint
+
+    @classmethod
+    def configuration(cls, folder: Path) -> "Checkpoint":
+        """config.json and hf_quant_config.json alone, empty where they cannot be read; no tensors."""
+        return cls(folder, _read_object(folder, CONFIG_NAME, []) or {}, _read_object(folder, QUANTIZATION_NAME, []))
 
     @property
     def num_bytes(self) -> int:
@@ -147,12 +153,17 @@ def _scan(folder: Path) -> tuple[Checkpoint, list[Finding]]:
     return Checkpoint(folder, config or {}, quantization, tensors), findings
 
 
-def _is_inside(folder: Path, path: Path) -> bool:
-    real, root = path.resolve(), folder.resolve()
+def is_inside(folder: Path, path: Path) -> bool:
+    real, root = _real(path), _real(folder)
     if real.is_relative_to(root):
         return True
-    in_cache = root.parent.name == "snapshots"
-    return in_cache and real.is_relative_to(root.parent.parent / "blobs")
+    snapshots = next((parent for parent in root.parents if parent.name == "snapshots"), None)
+    return snapshots is not None and real.is_relative_to(snapshots.parent / "blobs")
+
+
+def _real(path: Path) -> Path:
+    """Where a path leads. A link to itself leads to itself; Path.resolve raises for one before Python 3.13."""
+    return Path(os.path.realpath(path))
 
 
 def _refuse(findings: list[Finding], value: str, rule: str, remedy: str = _DOWNLOAD_AGAIN) -> None:
@@ -161,10 +172,10 @@ def _refuse(findings: list[Finding], value: str, rule: str, remedy: str = _DOWNL
 
 def _usable(folder: Path, name: str, findings: list[Finding]) -> bool:
     path = folder / name
-    if not _is_inside(folder, path):
+    if not is_inside(folder, path):
         _refuse(
             findings,
-            f"{name} is a link to {path.resolve()}",
+            f"{name} is a link to {_real(path)}",
             "nothing outside the checkpoint's folder is read",
             "Copy the file into the folder.",
         )
@@ -258,7 +269,8 @@ def _weight_map(index: dict[str, Any], findings: list[Finding]) -> dict[str, str
 
 
 def _unlisted_files(folder: Path, findings: list[Finding]) -> list[str]:
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    # Hidden files are no weights, for vLLM neither: copies from a Mac bring "._model.safetensors" along.
+    files = sorted(path.name for path in folder.glob("[!.]*.safetensors"))
     if files:
         return files
     others = sorted(path.name for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
@@ -292,8 +304,12 @@ def _compare_index(weight_map: dict[str, str], tensors: dict[str, TensorEntry], 
         )
     unlisted = [name for name in tensors if name not in weight_map]
     if unlisted:
-        _refuse(
-            findings,
-            f"{INDEX_NAME} does not list {some(unlisted)}",
-            "some programs read a tensor that the index leaves out, others do not",
+        findings.append(
+            Finding(
+                "files",
+                Level.WARNING,
+                f"{INDEX_NAME} does not list {some(unlisted)}",
+                "vLLM reads a tensor that the index leaves out, some programs do not",
+                _DOWNLOAD_AGAIN,
+            )
         )

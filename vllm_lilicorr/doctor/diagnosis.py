@@ -165,6 +165,11 @@ def _nvfp4_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     found = {}
     for name, entry in checkpoint.tensors.items():
         module = name.removesuffix(".weight")
-        if entry.dtype == "U8" and module != name and f"{module}.input_scale" in checkpoint.tensors:
+        if (
+            entry.dtype == "U8"
+            and len(entry.shape) == 2
+            and module != name
+            and f"{module}.input_scale" in checkpoint.tensors
+        ):
             found[module] = (entry.shape[0], 2 * entry.shape[-1])
     return found

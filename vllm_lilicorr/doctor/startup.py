@@ -7,6 +7,7 @@ pair, and a mistake in it should not wait for the target to load.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,7 @@ _COPIED = (
     "kv_cache_dtype",
     "block_size",
     "max_model_len",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
+    "tensor_parallel_size",  # pipeline stages are refused where vLLM itself says that it runs on a CPU
     "gpu_memory_utilization",
     "enable_prefix_caching",
     "linear_backend",
@@ -63,11 +63,19 @@ def check_before_loading(
         return {}
     target_folder = local_folder(engine_args.model, engine_args.revision, engine_args.download_dir, fetch=False)
     skip = ["target tensors"]  # the target's weights are vLLM's to judge
-    if engine_args.load_format not in _LOADERS_OF_FILES:
+    if target_folder is None:
+        skip.append("mask token")  # there is no tokenizer to ask
+    if _load_format(engine_args, speculative) not in _LOADERS_OF_FILES:
         skip += WEIGHT_CHECKS
-    subject, findings = examine(folder, Checkpoint(target_folder or Path(), dict(target_config)), skip)
+    target = Checkpoint.configuration(target_folder) if target_folder else Checkpoint(Path())
+    # A multimodal target declares its quantization, and with it the KV cache's, beside its text configuration.
+    declared = {key: target.config[key] for key in ("quantization_config",) if key in target.config}
+    subject, findings = examine(folder, replace(target, config=declared | dict(target_config)), skip)
     arguments = _arguments(engine_args, speculative)
-    server, more = check_serving(subject, arguments, this_machine(), skip=_NOT_AT_START)
+    left_out = list(_NOT_AT_START)
+    if getattr(engine_args, "_api_process_rank", 0) >= 0 and getattr(engine_args, "_api_process_count", 1) > 1:
+        left_out.append("GPU memory")  # one of several API servers: the engine is loading beside it
+    server, more = check_serving(subject, arguments, this_machine(), skip=left_out)
     raise_errors([*findings, *more], f"The drafter {drafter!r}")
     for finding in (*findings, *more):
         if finding.level is Level.WARNING:
@@ -77,6 +85,13 @@ def check_before_loading(
         return {}
     logger.info("The drafter attends through %s: vLLM's own choice does not start on this GPU.", backend)
     return {"attention_backend": backend}
+
+
+def _load_format(engine_args: "EngineArgs", speculative: Mapping[str, Any]) -> str:
+    """Of the drafter: its own, else the target's."""
+    own = speculative.get("draft_load_config")
+    stated = own.get("load_format", "auto") if isinstance(own, Mapping) else getattr(own, "load_format", None)
+    return str(stated or engine_args.load_format)
 
 
 def _arguments(engine_args: "EngineArgs", speculative: Mapping[str, Any]) -> EngineArguments:

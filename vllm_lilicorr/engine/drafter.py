@@ -13,9 +13,11 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3DecoderLayer
+from vllm.platforms import current_platform
 
 from vllm_lilicorr.checkpoint.layout import HEAD_PREFIX, canonical_name, check_tensors
 from vllm_lilicorr.checkpoint.quantization import describe, logical_shapes
+from vllm_lilicorr.engine.drafter_quantization import loadable, number_layers
 from vllm_lilicorr.engine.options import Options
 from vllm_lilicorr.kernels.reference import merge_candidates, partial_candidates
 from vllm_lilicorr.method.geometry import DrafterGeometry
@@ -51,6 +53,8 @@ class LiLiCorrForCausalLM(DFlashQwen3ForCausalLM):
     model_cls = LiLiCorrBackbone
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        draft_config = vllm_config.speculative_config.draft_model_config
+        number_layers(draft_config.hf_config, vllm_config.model_config.get_total_num_hidden_layers())
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.geometry = self.model.lilicorr.geometry
         if self.draft_id_to_target_id is not None:
@@ -94,13 +98,20 @@ class LiLiCorrForCausalLM(DFlashQwen3ForCausalLM):
         return ids, finite_log_probs(values - partition)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads any naming of checkpoint/layout.py, after comparing every tensor with config.json.
+        """Loads any naming of checkpoint/layout.py and any format of checkpoint/quantization.py, after comparing
+        every tensor with config.json.
 
         Raises:
             ValueError: tensors are missing, unexpected or wrongly shaped; lists them all.
         """
         tensors = {canonical_name(name): tensor for name, tensor in weights}
         check_tensors(self.geometry, logical_shapes(describe(tensors)))
+        tensors = loadable(
+            tensors,
+            own_lm_head=self.geometry.has_own_lm_head,
+            on_cpu=current_platform.is_cpu(),
+            dtype=self.draft_model_config.dtype,
+        )
         head = {
             name.removeprefix(HEAD_PREFIX): tensors.pop(name) for name in list(tensors) if name.startswith(HEAD_PREFIX)
         }

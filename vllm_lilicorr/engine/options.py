@@ -29,12 +29,14 @@ class Options:
             none do (model runner V1 with synchronous scheduling).
         cost_curve: what steps cost, for adaptive_length, instead of measuring it at start-up:
             {"target": {tokens: milliseconds}, "drafter": {requests: milliseconds}}.
+        guard: watch acceptance, and say once where the drafter looks broken (model runner V1).
     """
 
     walk: str = WALKS[0]
     candidate_topk: int | None = None
     adaptive_length: bool = False
     cost_curve: Mapping[str, Mapping[str, float]] | None = None
+    guard: bool = True
 
     @classmethod
     def from_mapping(cls, values: Any) -> "Options":
@@ -51,8 +53,9 @@ class Options:
         top_k = options.candidate_topk
         if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
             raise ValueError(f"candidate_topk={top_k!r} is no number of candidates; use 1 or more.")
-        if not isinstance(options.adaptive_length, bool):
-            raise ValueError(f"adaptive_length={options.adaptive_length!r} is neither true nor false; use one of them.")
+        for name in ("adaptive_length", "guard"):
+            if not isinstance(getattr(options, name), bool):
+                raise ValueError(f"{name}={getattr(options, name)!r} is neither true nor false; use one of them.")
         if options.cost_curve is not None:
             curves_in_seconds(options.cost_curve)
         return options

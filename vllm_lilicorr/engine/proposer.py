@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
+from vllm_lilicorr.engine.guard import Guard
 from vllm_lilicorr.engine.options import Options
 from vllm_lilicorr.engine.target_layers import token_embedding, without_lora
 from vllm_lilicorr.engine.trace import LatticeTrace
@@ -53,6 +54,7 @@ class LiLiCorrProposer(DFlashProposer):
         self._anchor_valid: torch.Tensor
         self._anchor_positions: torch.Tensor
         self._anchor_token_ids: torch.Tensor
+        self._guard: Guard | None = None
         self._walked: tuple[Lattice, torch.Tensor]  # of the last draft, and its path [R, S]
 
     def load_model(self, target_model: torch.nn.Module) -> None:
@@ -65,6 +67,8 @@ class LiLiCorrProposer(DFlashProposer):
             head.float()
         head.prepare()
         self._warm_up()
+        if Options.from_vllm_config(self.vllm_config).guard:
+            self._guard = Guard(self, self.vllm_config, self._runner, target_model)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -102,6 +106,15 @@ class LiLiCorrProposer(DFlashProposer):
         num_rejected_tokens_gpu: torch.Tensor | None,
     ) -> tuple[int, torch.Tensor, CommonAttentionMetadata]:
         """Keeps each request's anchor: its last committed row, once rejected tokens are dropped."""
+        if self._guard is not None:
+            self._guard.before(
+                target_token_ids,
+                next_token_ids,
+                target_positions[0] if target_positions.dim() == 2 else target_positions,
+                target_hidden_states,
+                cad,
+                num_rejected_tokens_gpu,
+            )
         num_reqs = cad.batch_size()
         starts = cad.query_start_loc[:num_reqs].long()
         ends = cad.query_start_loc[1 : num_reqs + 1].long()
@@ -218,6 +231,8 @@ class LiLiCorrProposer(DFlashProposer):
         else:
             draft_token_ids = lattice.tokens(path)
         self._walked = (lattice, path)
+        if self._guard is not None:
+            self._guard.after(lattice, draft_token_ids, sampling_metadata)
         if self._trace is not None:
             self._trace.write(
                 self._runner.input_batch.req_ids,

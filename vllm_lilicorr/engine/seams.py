@@ -80,6 +80,28 @@ CONFIG_SEAMS = (
         _METHOD_REGISTRY,
     ),
 )
+SCHEDULER_SEAMS = (
+    Seam(
+        "vllm.config.scheduler",
+        "SchedulerConfig.get_scheduler_cls",
+        (),
+        "an engine asks for its scheduler's class here: that module loads only where it is used",
+        "accepted counts for plugins in vLLM, also where statistics are off",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.make_spec_decoding_stats",
+        (
+            "spec_decoding_stats",
+            "num_draft_tokens",
+            "num_accepted_tokens",
+            "num_invalid_spec_tokens",
+            "request_id",
+        ),
+        "is told of every request how many drafted tokens were accepted, without asking the device",
+        "accepted counts for plugins in vLLM, also where statistics are off",
+    ),
+)
 V1_SEAMS = (
     Seam(
         "vllm.v1.worker.gpu_model_runner",
@@ -219,6 +241,61 @@ CPU_SEAMS = (
         "a vLLM CPU build whose rms_norm takes one weight per layer",
     ),
 )
+_A16_KERNEL = "weight-only NVFP4 among the kernels that register_linear_kernel adds"
+CPU_NVFP4_SEAMS = (
+    Seam(
+        "vllm.model_executor.kernels.linear",
+        "init_nvfp4_linear_kernel",
+        ("use_a16",),
+        "for weight-only NVFP4 it chooses among built-in CUDA kernels, whatever was registered for the platform",
+        _A16_KERNEL,
+    ),
+    Seam(
+        "vllm.model_executor.layers.quantization.modelopt",
+        "init_nvfp4_linear_kernel",
+        None,
+        "Model Optimizer's layers choose their kernel by this module-level name",
+        _A16_KERNEL,
+    ),
+    Seam(
+        "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4",
+        "init_nvfp4_linear_kernel",
+        None,
+        "compressed-tensors' layers choose their kernel by this module-level name",
+        _A16_KERNEL,
+    ),
+    Seam(
+        "vllm.model_executor.kernels.linear",
+        "register_linear_kernel",
+        ("kernel_class", "platform", "kernel_type"),
+        "official; the CPU platform has no NVFP4 kernel of its own",
+        "an NVFP4 linear kernel in vLLM's CPU build",
+    ),
+)
+_EXACT_SHARDS = "fused NVFP4 linears with a weight_scale_2 for each shard in vLLM"
+QUANTIZED_SEAMS = (
+    Seam(
+        "vllm.model_executor.layers.quantization.modelopt",
+        "ModelOptQuantConfigBase.get_quant_method",
+        ("layer", "prefix"),
+        "makes the method of each quantized linear of a drafter, by its stored format",
+        "a quantization of the drafter that is read from its tensors",
+    ),
+    Seam(
+        "vllm.model_executor.layers.quantization.modelopt",
+        "KNvfp4Static.process",
+        ("layer", "role"),
+        "keeps the largest weight_scale_2 of fused shards; ours makes them equal before it and rescales the output",
+        _EXACT_SHARDS,
+    ),
+    Seam(
+        "vllm.model_executor.layers.linear",
+        "register_weight_loader_v2_supported_method",
+        None,
+        "lets the method around vLLM's load as vLLM's does",
+        _EXACT_SHARDS,
+    ),
+)
 _WHOLE_PROPOSALS = "proposals over the whole vocabulary in vLLM's candidate walk"
 _LIMITS = "top-k and top-p among propose's parameters"
 _GENERATE_DRAFT = (
@@ -340,7 +417,7 @@ V2_SEAMS = (
         _LIMITS,
     ),
 )
-ALL_SEAMS = CONFIG_SEAMS + V1_SEAMS + CPU_SEAMS + V2_SEAMS
+ALL_SEAMS = CONFIG_SEAMS + SCHEDULER_SEAMS + V1_SEAMS + CPU_SEAMS + CPU_NVFP4_SEAMS + QUANTIZED_SEAMS + V2_SEAMS
 
 
 def is_tested(version: str) -> bool:
@@ -436,6 +513,7 @@ def install(check_before_loading: CheckBeforeLoading) -> None:
     _rewrite_draft_config()
     _allow_on_v1()
     _install_worker_seams_on_init_device()
+    _watch_acceptance()
     logger.debug("vllm-lilicorr registered with vLLM %s", vllm.__version__)
 
 
@@ -445,7 +523,7 @@ def _accept_method(check_before_loading: CheckBeforeLoading) -> None:
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
     from vllm_lilicorr.engine.options import KEY
-    from vllm_lilicorr.engine.speculative_config import refuse_pipeline_parallel, translate
+    from vllm_lilicorr.engine.speculative_config import download_dir, refuse_pipeline_parallel, translate
     from vllm_lilicorr.settings import Settings
 
     original = EngineArgs.create_speculative_config
@@ -472,6 +550,7 @@ def _accept_method(check_before_loading: CheckBeforeLoading) -> None:
                 target = target_model_config.hf_text_config.to_dict()
                 self.speculative_config |= check_before_loading(self, self.speculative_config, target)
             self.spec_method = self.spec_model = self.spec_tokens = None
+        download_dir.set(self.download_dir)
         return original(self, target_model_config, target_parallel_config)
 
     EngineArgs.create_speculative_config = create_speculative_config
@@ -498,13 +577,13 @@ def _list_method_on_command_line() -> None:
 def _rewrite_draft_config() -> None:
     from vllm.config.speculative import SpeculativeConfig
 
-    from vllm_lilicorr.engine.speculative_config import rewrite_draft_config
+    from vllm_lilicorr.engine.speculative_config import download_dir, rewrite_draft_config
 
     original = SpeculativeConfig.compose_draft_hf_overrides
 
     @functools.wraps(original)
     def compose_draft_hf_overrides(*args, **kwargs):
-        return functools.partial(rewrite_draft_config, original(*args, **kwargs))
+        return functools.partial(rewrite_draft_config, original(*args, **kwargs), download_dir.get())
 
     SpeculativeConfig.compose_draft_hf_overrides = staticmethod(compose_draft_hf_overrides)
 
@@ -536,6 +615,8 @@ def _install_worker_seams_on_init_device() -> None:
 
     @functools.wraps(original)
     def init_device(self):
+        if _is_quantized(self.vllm_config):
+            install_cpu_nvfp4()
         if self.vllm_config.speculative_config is not None:
             install_worker(self.vllm_config)
         result = original(self)
@@ -547,6 +628,57 @@ def _install_worker_seams_on_init_device() -> None:
         return result
 
     WorkerWrapperBase.init_device = init_device
+
+
+def _watch_acceptance() -> None:
+    from vllm.config.scheduler import SchedulerConfig
+
+    original = SchedulerConfig.get_scheduler_cls
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self):
+        _count_accepted()
+        return original(self)
+
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
+
+
+@functools.cache
+def _count_accepted() -> None:
+    if problems := mismatches(SCHEDULER_SEAMS, _vllm_package()):
+        logger.warning(_explain(problems))
+        return
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler.make_spec_decoding_stats
+
+    @functools.wraps(original)
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+    ):
+        if num_draft_tokens and (watch := _acceptance_watch(self)) is not None:
+            watch.observe(num_accepted_tokens)
+        return original(
+            self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+        )
+
+    Scheduler.make_spec_decoding_stats = make_spec_decoding_stats
+
+
+def _acceptance_watch(scheduler: Any) -> Any:
+    """The watch of a scheduler's engine; None where its drafter is another, or the guard watches it."""
+    if not hasattr(scheduler, "_lilicorr_watch"):
+        from vllm_lilicorr.engine.acceptance_watch import AcceptanceWatch
+        from vllm_lilicorr.engine.options import Options
+
+        config = scheduler.vllm_config
+        is_watched = drafts_with_lilicorr(config) and config.use_v2_model_runner
+        if is_watched and Options.from_vllm_config(config).guard:
+            models = (config.speculative_config.draft_model_config.model, config.model_config.model)
+            scheduler._lilicorr_watch = AcceptanceWatch(*models)
+        else:
+            scheduler._lilicorr_watch = None
+    return scheduler._lilicorr_watch
 
 
 def install_worker(vllm_config: Any) -> None:
@@ -567,6 +699,7 @@ def install_worker(vllm_config: Any) -> None:
     needed = CPU_SEAMS if on_cpu else ()
     if ours:
         needed += V2_SEAMS if uses_v2 else V1_SEAMS
+        needed += QUANTIZED_SEAMS if _is_quantized(vllm_config) else ()
     problems = mismatches(needed, _vllm_package())
     if problems and ours:
         raise ValueError(_explain(problems))
@@ -581,6 +714,42 @@ def install_worker(vllm_config: Any) -> None:
         _speculate_on_v2()
     elif ours:
         _propose_on_v1()
+
+
+def _is_quantized(vllm_config: Any) -> bool:
+    """Whether target or drafter is."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return any(getattr(config, "quantization", None) for config in (vllm_config.model_config, draft))
+
+
+@functools.cache
+def install_cpu_nvfp4() -> None:
+    """Gives the CPU platform an NVFP4 linear kernel, for any model; elsewhere does nothing."""
+    from vllm.platforms import PlatformEnum, current_platform
+
+    if not current_platform.is_cpu():
+        return
+    problems = mismatches(CPU_NVFP4_SEAMS, _vllm_package())
+    if problems:
+        logger.warning(_explain(problems))
+        return
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
+
+    from vllm_lilicorr.engine.cpu_nvfp4 import CpuNvFp4LinearKernel
+
+    linear.register_linear_kernel(CpuNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
+    original = linear.init_nvfp4_linear_kernel
+
+    @functools.wraps(original)
+    def init_nvfp4_linear_kernel(use_a16=False):
+        if use_a16:
+            return CpuNvFp4LinearKernel(linear.NvFp4LinearLayerConfig())
+        return original()
+
+    for module in (modelopt, compressed_tensors_w4a4_nvfp4):
+        module.init_nvfp4_linear_kernel = init_nvfp4_linear_kernel
 
 
 @functools.cache

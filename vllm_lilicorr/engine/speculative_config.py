@@ -6,12 +6,17 @@ the correlator. Every check here runs before any weight is read.
 """
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from vllm_lilicorr.checkpoint.findings import raise_errors
+from vllm_lilicorr.checkpoint.layout import attention_window
+from vllm_lilicorr.checkpoint.location import local_folder
 from vllm_lilicorr.checkpoint.pair import config_findings
+from vllm_lilicorr.checkpoint.reader import scan
 from vllm_lilicorr.engine.options import KEY, Options
 from vllm_lilicorr.method.geometry import ARCHITECTURE, DrafterGeometry, is_lilicorr_config
 
@@ -123,15 +128,25 @@ def _check_draft_length(config: Mapping[str, Any], geometry: DrafterGeometry) ->
         )
 
 
+# Where the engine that is being configured keeps downloads; None is the Hugging Face cache.
+download_dir: ContextVar[str | None] = ContextVar("download_dir", default=None)
+
+
 def rewrite_draft_config(
-    inner: Callable[[PretrainedConfig], PretrainedConfig], config: PretrainedConfig
+    inner: Callable[[PretrainedConfig], PretrainedConfig], download_dir: str | None, config: PretrainedConfig
 ) -> PretrainedConfig:
     """vLLM's own override of a drafter's configuration, then one dialect for LiLiCorr's.
 
     Older exports call a LiLiCorr drafter "DFlashDraftModel" and may keep block_size
-    inside dflash_config. Used through functools.partial: it travels to vLLM's
-    other processes by pickle.
+    inside dflash_config. A window without use_sliding_window is lost where config.json
+    is read as Qwen3's. The quantization becomes what the tensors are, whatever is
+    declared. Used through functools.partial: it travels to vLLM's other processes by
+    pickle.
+
+    Raises:
+        ValueError: a quantized weight of the drafter cannot be decoded.
     """
+    model = config.name_or_path
     config = inner(config)
     values = config.to_dict()
     if is_lilicorr_config(values):
@@ -140,4 +155,23 @@ def rewrite_draft_config(
         nested.setdefault("block_size", values.get("block_size"))
         config.dflash_config = nested
         config.block_size = nested["block_size"]
+        if model:  # vLLM also rewrites a configuration without a name, to learn its class
+            folder = local_folder(model, getattr(config, "_commit_hash", None), download_dir, fetch=True)
+            if folder is not None:
+                nested.update(attention_window(scan(folder)[0].config))
+                _replace_quantization(config, folder)
     return config
+
+
+def _replace_quantization(config: PretrainedConfig, folder: Path) -> None:
+    from vllm.platforms import current_platform
+
+    from vllm_lilicorr.engine.drafter_quantization import stored_quantization
+
+    for name in ("quantization_config", "compression_config"):
+        if hasattr(config, name):
+            delattr(config, name)
+    own_lm_head = DrafterGeometry.from_config(config.to_dict()).has_own_lm_head
+    found = stored_quantization(folder, own_lm_head, on_cpu=current_platform.is_cpu())
+    if found is not None:
+        config.quantization_config = found

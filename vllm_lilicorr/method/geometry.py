@@ -9,6 +9,7 @@ from typing import Any
 ARCHITECTURE = "LiLiCorrDraftModel"
 PROJECTOR_TYPE = "lilicorr"
 MAX_TOP_K = 16
+MAX_LAYERS = 1024  # far above any model: a damaged number must not make as many names of tensors
 
 _IN_CONFIG = "in the drafter's config.json"
 _CORRECT = "Correct the value to the trained one, or export the drafter again."
@@ -20,9 +21,9 @@ def is_lilicorr_config(config: Mapping[str, Any]) -> bool:
     Newer exports name the architecture; older ones say "DFlashDraftModel" and
     carry projector_type "lilicorr". Only content decides, never a file name.
     """
-    if ARCHITECTURE in (config.get("architectures") or ()):
+    architectures, nested = config.get("architectures"), config.get("dflash_config")
+    if isinstance(architectures, (list, tuple)) and ARCHITECTURE in architectures:
         return True
-    nested = config.get("dflash_config")
     return isinstance(nested, Mapping) and nested.get("projector_type") == PROJECTOR_TYPE
 
 
@@ -190,6 +191,8 @@ class DrafterGeometry:
         )
         check(self.vector_eps > 0, f"lilicorr_vector_eps={self.vector_eps}", "it must be positive")
         check(self.logit_scale > 0, f"lilicorr_logit_scale={self.logit_scale}", "it must be positive")
+        for name in ("num_hidden_layers", "num_layers"):
+            check(getattr(self, name) <= MAX_LAYERS, f"{name}={getattr(self, name)}", f"at most {MAX_LAYERS} are known")
         for name in (
             "hidden_size",
             "target_hidden_size",
