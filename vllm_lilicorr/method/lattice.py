@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Log-probability of a candidate that the drafter calls impossible: far below any real
-# one, and finite, because the head's features are sums and differences of it.
-IMPOSSIBLE = -1e4
+from vllm_lilicorr.kernels.reference import IMPOSSIBLE
 
 
 @dataclass(frozen=True)
