@@ -96,6 +96,26 @@ def test_names_map_back(name: str, numbered: bool, prefixed: bool) -> None:
     assert canonical_name(f"model.{exported}" if prefixed else exported) == name
 
 
+@pytest.mark.parametrize("encode", [nvfp4.encode, fp8.encode])
+def test_what_others_compute_in_float_is_decoded(tmp_path: Path, encode: Any) -> None:
+    """Would catch a quantized factor projection kept: stock vLLM reads its packed bytes as numbers, or refuses it."""
+    folder = write_drafter(tmp_path / "old", CONFIG, dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    module = "lilicorr.out_head"
+    encoded = encode(tensors.pop(f"{module}.weight"))._asdict()
+    save_file(tensors | {f"{module}.{kind}": made for kind, made in encoded.items()}, folder / "model.safetensors")
+    made, reports = convert(folder, tmp_path / "made")
+    after = stored(made)
+    assert torch.equal(after[f"{module}.weight"], decoded(stored(Checkpoint.open(folder)), module).bfloat16())
+    assert set(after) == set(expected_tensors(DrafterGeometry.from_config(CONFIG)))
+    assert [report["change"] for report in reports] == [f"decoded from {module_formats_of(folder, module)}"]
+    assert "quantization_config" not in made.config
+
+
+def module_formats_of(folder: Path, module: str) -> str:
+    return module_formats(Checkpoint.open(folder).tensors)[module].value
+
+
 def test_nvfp4_with_unequal_scales(tmp_path: Path) -> None:
     """Would catch the raw dictionary kept, fused linears with two scales, and values that changed unreported."""
     source = write_encoded(tmp_path / "old", lambda weight: nvfp4.encode(weight)._asdict(), RAW)

@@ -2,7 +2,8 @@
 """Rewrites any drafter that this package accepts into the form that stock vLLM or SGLang loads.
 
 Values stay as they are. Two kinds of scales are written anew: those of NVFP4 linears that vLLM fuses get one
-weight_scale_2, and FP8 linears without an input_scale get one weight_scale per row, which is exact.
+weight_scale_2, and FP8 linears without an input_scale get one weight_scale per row, which is exact. What other
+programs compute in float, such as the correlator's factors, is decoded.
 """
 
 from collections.abc import Mapping
@@ -11,13 +12,13 @@ from typing import Any
 
 import torch
 
-from vllm_lilicorr.checkpoint import config_files, nvfp4
+from vllm_lilicorr.checkpoint import config_files, fp8, nvfp4
 from vllm_lilicorr.checkpoint.findings import raise_errors, some
 from vllm_lilicorr.checkpoint.layout import check_tensors, sequential_name
 from vllm_lilicorr.checkpoint.other_files import other_files
 from vllm_lilicorr.checkpoint.plan import Part, Plan, PlannedTensor
 from vllm_lilicorr.checkpoint.quantization import Format, logical_shapes, module_formats, storage_findings
-from vllm_lilicorr.checkpoint.quantize import canonical_names, copied_part, fingerprint, linears
+from vllm_lilicorr.checkpoint.quantize import GROUPS, canonical_names, copied_part, fingerprint, linears
 from vllm_lilicorr.checkpoint.reader import QUANTIZATION_NAME, Checkpoint
 from vllm_lilicorr.method.geometry import DrafterGeometry, is_lilicorr_config
 
@@ -43,9 +44,11 @@ def plan_conversion(source: Checkpoint, program: str = VLLM) -> Plan:
         )
     raise_errors(storage_findings(source.tensors), str(source.folder))
     check_tensors(DrafterGeometry.from_config(source.config), logical_shapes(source.tensors))
-    names, formats = canonical_names(source), module_formats(source.tensors)
-    _refuse_mixed_products(source, formats)
-    conversion = _Conversion(source, names, formats, _algorithm(source, names, formats), program)
+    names, stored = canonical_names(source), module_formats(source.tensors)
+    _refuse_mixed_products(source, stored)
+    formats = {module: form if _stays_quantized(module) else Format.FLOAT for module, form in stored.items()}
+    decoded = {module: form for module, form in stored.items() if formats[module] is not form}
+    conversion = _Conversion(source, names, formats, decoded, _algorithm(source, names, formats), program)
     json_files: dict[str, Mapping[str, Any]] = {"config.json": config_files.drafter_config(source.config)}
     if algorithm := conversion.algorithm:
         patterns = config_files.exclusions(
@@ -56,6 +59,10 @@ def plan_conversion(source: Checkpoint, program: str = VLLM) -> Plan:
         json_files[QUANTIZATION_NAME] = config_files.hf_quant_config(algorithm, patterns)
     settings = {"source": fingerprint(source), "program": program}
     return Plan(conversion.parts(), json_files, other_files(source.folder), settings)
+
+
+def _stays_quantized(module: str) -> bool:
+    return any(pattern.fullmatch(module) for pattern in GROUPS.values())
 
 
 def _algorithm(source: Checkpoint, names: Mapping[str, str], formats: Mapping[str, Format]) -> str | None:
@@ -96,7 +103,8 @@ class _Conversion:
 
     Attributes:
         names: canonical name to stored name.
-        formats: canonical module to its format.
+        formats: canonical module to the format that is written.
+        decoded: canonical modules that are stored quantized and written in float, with their stored format.
         algorithm: quant_algo of the written checkpoint; None for float.
         program: whose names are written.
     """
@@ -104,6 +112,7 @@ class _Conversion:
     source: Checkpoint
     names: Mapping[str, str]
     formats: Mapping[str, Format]
+    decoded: Mapping[str, Format]
     algorithm: str | None
     program: str
 
@@ -112,6 +121,10 @@ class _Conversion:
         for name, stored in self.names.items():
             module, _, kind = name.rpartition(".")
             form = self.formats.get(module, Format.FLOAT)
+            if module in self.decoded and kind in ("weight", *_SCALES):
+                if kind == "weight":
+                    parts.append(self._decoded_part(module))
+                continue
             if form is not Format.FLOAT and kind == "weight":
                 parts.append(self._nvfp4_part(module) if form.is_nvfp4 else self._fp8_part(module))
             elif form is Format.FLOAT or kind not in _SCALES:
@@ -136,6 +149,28 @@ class _Conversion:
         """[] float32, of the linears that vLLM fuses with this one: it keeps the largest."""
         fused = [name for name in config_files.fused_group(module) if self.formats.get(name) is self.formats[module]]
         return torch.stack([self._read(name, kind).float().reshape(()) for name in fused]).amax()
+
+    def _decoded_part(self, module: str) -> Part:
+        form, packed = self.decoded[module], self._shape(module, "weight")
+        shape = (packed[0], 2 * packed[1]) if form.is_nvfp4 else packed
+        tensor = self._planned(module, "weight", "BF16", shape)
+
+        def make() -> _Made:
+            weight, scale = self._read(module, "weight"), self._read(module, "weight_scale")
+            if form.is_nvfp4:
+                exact = nvfp4.decode(weight, scale, self._read(module, "weight_scale_2"))
+            else:
+                exact = fp8.decode(weight, scale)
+            made = exact.bfloat16()
+            norm = exact.norm().item()
+            return {tensor.name: made}, {
+                "module": module,
+                "format": "float",
+                "change": f"decoded from {form}",
+                "relative_error": (made.float() - exact).norm().item() / norm if norm else 0.0,
+            }
+
+        return Part(module, (tensor,), make)
 
     def _nvfp4_part(self, module: str) -> Part:
         tensors = [
