@@ -20,6 +20,11 @@ NOT_A_USERS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
 START_TIMEOUT = 600
 
 
+def _listen_to_ctrl_c() -> None:
+    """As at a terminal: a suite that runs in the background was told to ignore it, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Demo:
     """A running `lilicorr demo`, and all processes that came of it."""
 
@@ -36,6 +41,7 @@ class Demo:
                     "--folder", str(folder), *options,
                 ],
                 stdout=file, stderr=subprocess.STDOUT, env={**environment, MARK: self._mark, "COLUMNS": "120"},
+                preexec_fn=_listen_to_ctrl_c,
             )  # fmt: skip
 
     def wait_for(self, words: str) -> None:
