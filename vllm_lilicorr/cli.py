@@ -22,6 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     if words[dry_run : dry_run + 1] == ["serve"]:
         return _report_errors(_serve, words[dry_run + 1 :], dry_run)
     parser = build_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     options = parser.parse_args(words)
     if options.dry_run:
         parser.error("--dry-run goes with serve: lilicorr --dry-run serve MODEL ...")

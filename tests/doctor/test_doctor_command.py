@@ -88,12 +88,13 @@ def test_vllms_arguments_name_the_pair(pair, run):
         ("doctor DRAFTER --gpu gtx", "'gtx' is not a machine known here; use one of gb10"),
         ("doctor DRAFTER --vllm-args m -tp x", "vLLM's options cannot be read"),
         ("inspect no-where", "is neither a folder"),
+        ("inspect TARGET", r"is no LiLiCorr drafter \(architectures \['Qwen3ForCausalLM'\]\)"),
         (f"inspect {'x' * 300}", "File name too long. Name another place"),
     ],
 )
 def test_mistakes_end_in_one_sentence(pair, run, command, message):
     """Would catch a traceback for a typing mistake."""
-    code, out, err = run(command.replace("DRAFTER", str(pair[0])))
+    code, out, err = run(command.replace("DRAFTER", str(pair[0])).replace("TARGET", str(pair[1])))
     assert (code, out) == (2, "")
     assert re.search(message, err)
     assert err.count("\n") == 1
@@ -128,3 +129,28 @@ def test_a_broken_checkpoint_is_not_inspected(tmp_path, run):
     code, out, err = run(f"inspect {drafter}")
     assert (code, out) == (2, "")
     assert "it is truncated" in err
+
+
+def test_swapped_models_are_noticed(pair, run):
+    """Would catch advice to look for another drafter, where the two names only stand in the wrong order."""
+    code, out, _ = run(f"doctor {pair[1]} --target {pair[0]}")
+    assert code == 2
+    assert "Drafter and target are swapped" in out
+
+
+def test_an_nvfp4_target_is_not_served_in_float32(tmp_path, run):
+    """Would catch a start that vLLM refuses after it was called fine."""
+    drafter, target = write_pair(tmp_path)
+    quantized = tmp_path / "quantized"
+    assert main(["quantize", str(target), str(quantized), "--format", "nvfp4-w4a16"]) == 0
+    code, out, _ = run(f"doctor {drafter} --vllm-args {quantized} --dtype float32")
+    assert code == 2
+    assert "Use --dtype bfloat16." in out
+    assert run(f"doctor {drafter} --vllm-args {quantized} --dtype bfloat16")[0] == 0
+
+
+def test_no_verb_lists_the_verbs(run):
+    """Would catch a bare command that leaves a new user without a hint."""
+    code, _, err = run("")
+    assert code == 2
+    assert "inspect" in err and "quantize" in err

@@ -180,3 +180,10 @@ def test_options_belong_to_a_lilicorr_drafter() -> None:
     """Would catch options that another drafter ignores without a word."""
     with pytest.raises(ValueError, match='without "lilicorr" options for a plain DFlash one'):
         run(method="dflash", model="folder/plain-dflash", lilicorr={"walk": "greedy"})
+
+
+@pytest.mark.parametrize("method", ["lilicor", "LiLiCorr", "lilicorrr"])
+def test_a_misspelt_method_is_named(method: str) -> None:
+    """Would catch vLLM's list of methods shown to somebody who missed a letter: ours is not in it."""
+    with pytest.raises(ValueError, match=f"method '{method}' .* write \"lilicorr\""):
+        run(method=method, model="folder/drafter")

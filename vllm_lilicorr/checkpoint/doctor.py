@@ -105,12 +105,13 @@ def architecture(subject: Subject) -> Iterable[Finding]:
         return
     named = config.get("architectures")
     if not is_lilicorr_config(config):
+        swapped = subject.target is not None and is_lilicorr_config(subject.target.config)
         yield Finding(
             "architecture",
             Level.ERROR,
             f"architectures {named} in config.json",
             f"a LiLiCorr drafter says {ARCHITECTURE!r}, or has projector_type 'lilicorr' in dflash_config",
-            "Name a LiLiCorr drafter.",
+            "Drafter and target are swapped: name them the other way round." if swapped else "Name a LiLiCorr drafter.",
         )
     elif not isinstance(named, list) or ARCHITECTURE not in named:
         yield Finding(

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_lilicorr.checkpoint.layout import canonical_name
 from vllm_lilicorr.checkpoint.quantization import Format, logical_shapes, module_formats
 from vllm_lilicorr.checkpoint.reader import Checkpoint
-from vllm_lilicorr.method.geometry import DrafterGeometry
+from vllm_lilicorr.method.geometry import DrafterGeometry, is_lilicorr_config
 
 PARTS = ("feature projection", "attention", "MLP", "convolutions", "norms", "correlator head", "LM head", "unread")
 
@@ -59,6 +59,11 @@ def inspect(folder: Path) -> Inspection:
         ValueError: it is no whole checkpoint, or no LiLiCorr drafter.
     """
     checkpoint = Checkpoint.open(folder)
+    if not is_lilicorr_config(checkpoint.config):
+        raise ValueError(
+            f"{folder} is no LiLiCorr drafter (architectures {checkpoint.config.get('architectures')}); only "
+            "drafters are inspected. Name the drafter's folder."
+        )
     geometry = DrafterGeometry.from_config(checkpoint.config)
     parameters, part_bytes, dtype_bytes = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0), dict[str, int]()
     for name, shape in logical_shapes(checkpoint.tensors).items():

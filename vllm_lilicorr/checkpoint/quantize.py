@@ -100,8 +100,7 @@ def plan_quantization(source: Checkpoint, options: QuantizeOptions, encoder: Enc
     if already:
         raise ValueError(
             f"{source.folder} holds {some(already)} as {module_formats(source.tensors)[already[0]]}; only float "
-            "weights are quantized. Name the float checkpoint that it was made from, or rewrite this one with "
-            "`lilicorr convert`."
+            "weights are quantized. Name the float checkpoint that it was made from."
         )
     names = _written_names(source, is_drafter)
     shapes = linears(source, names)

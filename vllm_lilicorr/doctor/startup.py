@@ -80,6 +80,13 @@ def check_before_loading(
     for finding in (*findings, *more):
         if finding.level is Level.WARNING:
             logger.warning("%s: %s", finding.check, finding.sentence)
+    if subject.geometry is not None:
+        logger.info(
+            "LiLiCorr drafts with %s: %s tokens per step, from %d candidates each.",
+            drafter,
+            speculative.get("num_speculative_tokens", subject.geometry.num_slots),
+            subject.geometry.top_k,
+        )
     backend = backend_to_set(server) if server else None
     if backend is None:
         return {}

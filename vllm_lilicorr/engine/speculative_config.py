@@ -5,6 +5,7 @@ vLLM runs LiLiCorr under its method "dflash"; the drafter's architecture selects
 the correlator. Every check here runs before any weight is read.
 """
 
+import difflib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -53,6 +54,8 @@ def translate(
     config = dict(raw)
     method, model = config.get("method"), config.get("model")
     if method not in (METHOD, VLLM_METHOD, None):
+        if difflib.get_close_matches(str(method).lower(), [METHOD], cutoff=0.75):
+            raise ValueError(f'method {method!r} in the speculative config is none of vLLM\'s; write "{METHOD}".')
         return config, None
     if not model:
         if method == VLLM_METHOD:
