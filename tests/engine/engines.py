@@ -47,6 +47,19 @@ class Counters:
     preemptions: int = 0
 
 
+def _keep_process_groups() -> None:
+    """Process groups are those of every engine in this process: none that ends may take them from the others.
+
+    vLLM also ends an engine when its client is collected, which can be long after `Engine.close`.
+    """
+    from vllm.v1.engine import core
+
+    core.cleanup_dist_env_and_memory = lambda *arguments, **options: None
+
+
+_keep_process_groups()
+
+
 class Engine:
     """vLLM with a target and, where one is named, a drafter. Float32 and eager unless told otherwise."""
 
