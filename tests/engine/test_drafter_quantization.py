@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm_lilicorr.checkpoint import nvfp4
 from vllm_lilicorr.checkpoint.layout import expected_tensors
 from vllm_lilicorr.checkpoint.quantization import Format
+from vllm_lilicorr.checkpoint.reader import scan
 from vllm_lilicorr.engine import drafter_quantization, seams
 from vllm_lilicorr.engine.drafter_quantization import (
     DrafterQuantizationConfig,
@@ -185,7 +186,7 @@ def test_a_weight_without_scales_is_an_error(tmp_path, tensors) -> None:
     del stored["fc.weight_scale_2"]
     write_checkpoint(tmp_path, drafter_config(), stored)
     with pytest.raises(ValueError, match=r"fc has no weight_scale_2: a NVFP4 weight cannot be read without it"):
-        stored_quantization(tmp_path, False, on_cpu=True)
+        stored_quantization(scan(tmp_path)[0], False, on_cpu=True)
 
 
 def test_what_is_decoded_is_said_once(tmp_path, tensors, caplog) -> None:
@@ -196,7 +197,7 @@ def test_what_is_decoded_is_said_once(tmp_path, tensors, caplog) -> None:
     with caplog.at_level(logging.WARNING, "vllm.lilicorr"):
         logging.getLogger("vllm.lilicorr").addHandler(caplog.handler)
         for _ in range(2):
-            stored_quantization(tmp_path, False, on_cpu=True)
+            stored_quantization(scan(tmp_path)[0], False, on_cpu=True)
         logging.getLogger("vllm.lilicorr").removeHandler(caplog.handler)
     said = {record.getMessage() for record in caplog.records}
     assert len(caplog.records) in (2, 4)  # once, or once more by propagation

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from vllm_lilicorr.checkpoint.doctor import Subject, examine
-from vllm_lilicorr.checkpoint.findings import Finding, Level, exit_code
+from vllm_lilicorr.checkpoint.findings import Finding, exit_code
 from vllm_lilicorr.checkpoint.location import local_folder
 from vllm_lilicorr.checkpoint.quantization import module_formats
 from vllm_lilicorr.checkpoint.reader import Checkpoint
 from vllm_lilicorr.doctor.engine_arguments import EngineArguments, parse_engine_arguments
 from vllm_lilicorr.doctor.engine_rules import check_server
-from vllm_lilicorr.doctor.gpu_rules import nvfp4_widths
+from vllm_lilicorr.doctor.gpu_rules import nvfp4_dtype, nvfp4_widths
 from vllm_lilicorr.doctor.installation_rules import check_installation
 from vllm_lilicorr.doctor.machines import Machine, find_machine, present_cpu, present_machine
 from vllm_lilicorr.doctor.planned_server import PlannedServer
@@ -150,16 +150,8 @@ def check_serving(
     )
     shapes = _nvfp4_shapes(subject.drafter) | (_nvfp4_shapes(target) if target else {})
     findings = [*check_server(server, skip), *nvfp4_widths(shapes, arguments, machine)]
-    if target and server.dtype == "float32" and any(form.is_nvfp4 for form in module_formats(target.tensors).values()):
-        findings.append(
-            Finding(
-                "dtype",
-                Level.ERROR,
-                "dtype float32 with an NVFP4 target",
-                "vLLM serves NVFP4 targets in bfloat16 and float16 only",
-                "Use --dtype bfloat16.",
-            )
-        )
+    if target:
+        findings += nvfp4_dtype(module_formats(target.tensors).values(), server)
     return server, findings
 
 

@@ -4,6 +4,7 @@
 from collections.abc import Iterable, Mapping
 
 from vllm_lilicorr.checkpoint.findings import Finding, Level, some
+from vllm_lilicorr.checkpoint.quantization import Format
 from vllm_lilicorr.doctor.attention_rules import (
     BACKENDS,
     COVERED_KV_CACHE_DTYPES,
@@ -172,6 +173,18 @@ def nvfp4_widths(
     elif shapes:
         yield Finding(
             check, Level.OK, f"{len(shapes)} linears", f"every rank's K is a multiple of {NVFP4_KERNEL_WIDTH}"
+        )
+
+
+def nvfp4_dtype(formats: Iterable[Format], server: PlannedServer) -> Iterable[Finding]:
+    """Whether vLLM serves a target of these weight formats in the activations' dtype, on any machine."""
+    if server.dtype == "float32" and any(form.is_nvfp4 for form in formats):
+        yield Finding(
+            "dtype",
+            Level.ERROR,
+            "dtype float32 with an NVFP4 target",
+            "vLLM serves NVFP4 targets in bfloat16 and float16 only",
+            "Use --dtype bfloat16.",
         )
 
 

@@ -19,7 +19,6 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from vllm_lilicorr.checkpoint import fp8, nvfp4
 from vllm_lilicorr.checkpoint.findings import raise_errors, some
 from vllm_lilicorr.checkpoint.layout import FUSED
 from vllm_lilicorr.checkpoint.quantization import Format, describe, module_formats, storage_findings
-from vllm_lilicorr.checkpoint.reader import scan
+from vllm_lilicorr.checkpoint.reader import Checkpoint
 
 logger = logging.getLogger("vllm.lilicorr")
 
@@ -103,15 +102,15 @@ class LoadPlan:
         return cls(served, tuple(decoded), tuple(mixed))
 
 
-def stored_quantization(folder: Path, own_lm_head: bool, on_cpu: bool) -> dict[str, Any] | None:
-    """The quantization_config that vLLM gets for the drafter in `folder`, or None if nothing is quantized.
+def stored_quantization(checkpoint: Checkpoint, own_lm_head: bool, on_cpu: bool) -> dict[str, Any] | None:
+    """The quantization_config that vLLM gets for a drafter, or None if nothing is quantized.
 
     Says once which linears are decoded although vLLM could have served them.
 
     Raises:
         ValueError: a quantized weight cannot be decoded.
     """
-    checkpoint, _ = scan(folder)
+    folder = checkpoint.folder
     raise_errors(storage_findings(checkpoint.tensors), f"The drafter {folder}")
     formats = module_formats(checkpoint.tensors)
     stored = {module: form.value for module, form in formats.items() if form is not Format.FLOAT}

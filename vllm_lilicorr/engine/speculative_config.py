@@ -8,7 +8,6 @@ the correlator. Every check here runs before any weight is read.
 import difflib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -17,7 +16,7 @@ from vllm_lilicorr.checkpoint.findings import raise_errors
 from vllm_lilicorr.checkpoint.layout import attention_window
 from vllm_lilicorr.checkpoint.location import local_folder
 from vllm_lilicorr.checkpoint.pair import config_findings
-from vllm_lilicorr.checkpoint.reader import scan
+from vllm_lilicorr.checkpoint.reader import Checkpoint, scan
 from vllm_lilicorr.engine.options import KEY, Options
 from vllm_lilicorr.method.geometry import ARCHITECTURE, DrafterGeometry, is_lilicorr_config
 
@@ -161,12 +160,13 @@ def rewrite_draft_config(
         if model:  # vLLM also rewrites a configuration without a name, to learn its class
             folder = local_folder(model, getattr(config, "_commit_hash", None), download_dir, fetch=True)
             if folder is not None:
-                nested.update(attention_window(scan(folder)[0].config))
-                _replace_quantization(config, folder)
+                checkpoint, _ = scan(folder)
+                nested.update(attention_window(checkpoint.config))
+                _replace_quantization(config, checkpoint)
     return config
 
 
-def _replace_quantization(config: PretrainedConfig, folder: Path) -> None:
+def _replace_quantization(config: PretrainedConfig, checkpoint: Checkpoint) -> None:
     from vllm.platforms import current_platform
 
     from vllm_lilicorr.engine.drafter_quantization import stored_quantization
@@ -175,6 +175,6 @@ def _replace_quantization(config: PretrainedConfig, folder: Path) -> None:
         if hasattr(config, name):
             delattr(config, name)
     own_lm_head = DrafterGeometry.from_config(config.to_dict()).has_own_lm_head
-    found = stored_quantization(folder, own_lm_head, on_cpu=current_platform.is_cpu())
+    found = stored_quantization(checkpoint, own_lm_head, on_cpu=current_platform.is_cpu())
     if found is not None:
         config.quantization_config = found
